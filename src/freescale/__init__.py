@@ -1,0 +1,1 @@
+"""FreeScale: distributed training of sequence recommendation models without bubbles."""

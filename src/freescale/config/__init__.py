@@ -1,0 +1,18 @@
+"""What a run is: its schema, how it is read and written, and the named recipes. Imports nothing heavy."""
+
+from freescale.config.load import load, override, parse, resolve, save, to_toml
+from freescale.config.recipes import RECIPES
+from freescale.config.schema import DataConfig, ModelConfig, RunConfig
+
+__all__ = [
+    "RECIPES",
+    "DataConfig",
+    "ModelConfig",
+    "RunConfig",
+    "load",
+    "override",
+    "parse",
+    "resolve",
+    "save",
+    "to_toml",
+]

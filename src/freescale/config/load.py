@@ -1,0 +1,167 @@
+"""A config from a recipe, a TOML file and the command line, and back to TOML.
+
+An unknown or mistyped key is an error that names the file, the line and the nearest real key: a config that is
+silently half-read is worse than none.
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from freescale.config.recipes import RECIPES
+from freescale.config.schema import RunConfig
+from freescale.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescale") -> RunConfig:
+    """Give the config of a recipe's name or a TOML file, with command-line overrides on top."""
+    run = RECIPES.get(source)
+    if run is None:
+        if not source.endswith(".toml"):
+            raise ConfigError(
+                f"no recipe is called '{source}'",
+                remedy=f"{nearest(source, RECIPES)}; or give the path of a .toml file",
+            )
+        run = load(source)
+    return override(run, overrides, prog=prog)
+
+
+def override(run: RunConfig, overrides: Sequence[str], *, prog: str = "freescale") -> RunConfig:
+    """Replace fields by command-line flags such as `--data.global-batch 64`."""
+    if not overrides:
+        return run
+    import tyro  # slow to import, and only needed here
+
+    return tyro.cli(RunConfig, default=run, args=list(overrides), prog=prog)
+
+
+def load(path: str | Path) -> RunConfig:
+    """Read a TOML file; fields it leaves out keep their defaults."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(
+            f"the config cannot be read: {error.strerror or error}",
+            where=str(path),
+            remedy=f"give a readable .toml file, or one of the recipes: {', '.join(sorted(RECIPES))}",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the config is not UTF-8 text (byte {error.start})", where=str(path), remedy="save it as UTF-8"
+        ) from error
+    return parse(text, where=str(path))
+
+
+def parse(text: str, *, where: str = "<text>") -> RunConfig:
+    """Read TOML text. `where` is the name that errors give it."""
+    try:
+        tree = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"not valid TOML: {error}", where=where, remedy="mend the syntax there") from error
+    return _Reader(text, where).read(RunConfig, tree, ())
+
+
+def save(run: RunConfig, path: str | Path) -> None:
+    """Write the whole resolved config, so that the file alone runs again."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(to_toml(run), encoding="utf-8")
+
+
+def to_toml(run: RunConfig) -> str:
+    """Write every field, so that a later change of a default changes nothing here."""
+    return "\n".join(_sections(run, ())).lstrip("\n") + "\n"
+
+
+def _sections(node: Any, path: tuple[str, ...]) -> list[str]:
+    fields = [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
+    lines = [f"\n[{'.'.join(path)}]"] if path else []
+    lines += [f"{name} = {_literal(value)}" for name, value in fields if not dataclasses.is_dataclass(value)]
+    for name, value in fields:
+        if dataclasses.is_dataclass(value):
+            lines += _sections(value, (*path, name))
+    return lines
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings know these escapes; every other control character needs its code point.
+        named = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+        return '"' + "".join(named.get(c) or (c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in value) + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    return repr(value)
+
+
+class _Reader:
+    """Turns a TOML tree into dataclasses and knows where each key stands in the text."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self._lines = text.splitlines()
+        self._where = where
+
+    def read(self, schema: type[T], tree: Mapping[str, object], path: tuple[str, ...]) -> T:
+        hints = get_type_hints(schema)
+        for key in tree:
+            if key not in hints:
+                raise self._error(f"unknown key '{'.'.join((*path, key))}'", (*path, key), nearest(key, hints))
+        values = {key: self._value(hints[key], value, (*path, key)) for key, value in tree.items()}
+        try:
+            return schema(**values)
+        except ConfigError as error:
+            if not error.where:
+                error.where = f"{self._where}, line {self._line(_keys(error.key))}"
+            raise
+
+    def _value(self, kind: Any, value: object, path: tuple[str, ...]) -> object:
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise self._mistyped(path, value, "a table")
+            return self.read(kind, value, path)  # type: ignore[arg-type]
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise self._error(f"{'.'.join(path)} = {value!r} is not one of its values", path,
+                                  nearest(str(value), get_args(kind)))  # fmt: skip
+            return value
+        if get_origin(kind) is tuple:
+            if not isinstance(value, list):
+                raise self._mistyped(path, value, "a list")
+            return tuple(self._value(get_args(kind)[0], item, path) for item in value)
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise self._mistyped(path, value, {int: "a whole number", float: "a number", str: "a string",
+                                               bool: "true or false"}[kind])  # fmt: skip
+        return value
+
+    def _mistyped(self, path: tuple[str, ...], value: object, wanted: str) -> ConfigError:
+        return self._error(f"{'.'.join(path)} = {value!r} has the wrong type", path, f"write {wanted}")
+
+    def _error(self, what: str, path: tuple[str, ...], remedy: str) -> ConfigError:
+        return ConfigError(what, where=f"{self._where}, line {self._line(path)}", remedy=remedy)
+
+    def _line(self, path: tuple[str, ...]) -> int:
+        """Find the line of a key. tomllib gives no positions, so this follows table headers and assignments."""
+        table: tuple[str, ...] = ()
+        best, depth = 1, 0
+        for number, line in enumerate(self._lines, start=1):
+            if header := re.match(r"\s*\[\[?([^\]]+)\]", line):
+                table = here = _keys(header.group(1))
+            elif assignment := re.match(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*'|\s*\.\s*)+?)\s*=""", line):
+                here = (*table, *_keys(assignment.group(1)))
+            else:
+                continue
+            shared = next((i for i, (a, b) in enumerate(zip(here, path, strict=False)) if a != b), min(len(here), len(path)))
+            if shared == len(here) and shared > depth:  # the deepest line that leads to the key
+                best, depth = number, shared
+        return best
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))

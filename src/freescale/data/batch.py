@@ -1,0 +1,74 @@
+"""Jagged batches: what a step of one rank holds, without padding.
+
+This is the door from numpy to torch; everything under it in this room works without torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freescale.data.window import Packed, Window
+
+
+@dataclass(frozen=True)
+class Events:
+    """Features of events, packed: sample i owns values offsets[i] to offsets[i + 1] of each."""
+
+    offsets: torch.Tensor
+    features: dict[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.features[name]
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Events of each sample."""
+        return self.offsets.diff()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank holds of one step's global batch. It may be empty."""
+
+    epoch: int
+    step: int
+    sample_id: torch.Tensor
+    """Stable 64-bit number of each sample: its row in the log."""
+    scalars: dict[str, torch.Tensor]
+    """user_id and further features per sample."""
+    history: Events
+    """item_id, timestamp and further features per event, oldest first."""
+    candidates: Events | None
+    """candidate_id and its labels, for ranking."""
+    targets: Events | None
+    """The held-out events, when the batch is for evaluation."""
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+
+def assemble(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:
+    """Join what a step takes from one window or, where windows meet, from several. One piece is not copied."""
+    first = pieces[0]
+    return Batch(
+        epoch=epoch,
+        step=step,
+        sample_id=_tensor([p.sample_id for p in pieces]),
+        scalars={name: _tensor([p.scalars[name] for p in pieces]) for name in first.scalars},
+        history=_events([p.history for p in pieces]),
+        candidates=_events([p.candidates for p in pieces if p.candidates]) if first.candidates else None,
+        targets=_events([p.targets for p in pieces if p.targets]) if first.targets else None,
+    )
+
+
+def _events(pieces: Sequence[Packed]) -> Events:
+    lengths = np.concatenate([np.zeros(1, dtype=np.int64), *(np.diff(p.offsets) for p in pieces)])
+    names = pieces[0].features
+    return Events(torch.from_numpy(np.cumsum(lengths)), {n: _tensor([p.features[n] for p in pieces]) for n in names})
+
+
+def _tensor(pieces: Sequence[NDArray[np.generic]]) -> torch.Tensor:
+    return torch.from_dlpack(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))

@@ -1,0 +1,120 @@
+"""The batches of one rank, in order, read ahead by threads.
+
+Threads and not processes: decoding is Arrow's C++ work, which runs without the interpreter lock, nothing has to be
+pickled, and nothing can be left behind. What a batch holds is the cursor's business; this file only makes it be there
+in time.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from freescale.config import DataConfig
+from freescale.data.ahead import run_ahead
+from freescale.data.batch import Batch, assemble
+from freescale.data.columns import Group
+from freescale.data.cursor import Cursor, Order, Share
+from freescale.data.parquet import Dataset
+from freescale.data.quarantine import Quarantine
+from freescale.data.split import Split
+from freescale.data.vocabulary import KnownItems
+from freescale.data.window import Window, prepare
+from freescale.errors import ConfigError
+
+
+class Loader:
+    """Iterate to get the rest of the current epoch, one batch a step; iterate again for the next epoch.
+
+    Every rank yields the same number of batches. `state_dict` is the position behind the last batch that was yielded, and
+    fits any number of ranks and workers.
+    """
+
+    def __init__(
+        self, config: DataConfig, *, seed: int, rank: int = 0, ranks: int = 1, part: Literal["train", "test"] = "train",
+        quarantine_file: str | None = None,
+    ) -> None:  # fmt: skip
+        if ranks > config.shards:
+            raise ConfigError(
+                f"data.shards = {config.shards} cannot feed {ranks} ranks: each shard is read by one rank",
+                key="data.shards",
+                remedy=f"set data.shards to {ranks} or more (it is part of the order of the samples)",
+            )
+        quarantine = Quarantine(config.on_bad, quarantine_file)
+        self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
+        known = self.dataset.manifest.items if self.dataset.manifest else 0
+        self.known = KnownItems(known, config.oov_rows)
+        self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
+        self.unknown_items = 0
+        self._config, self._rank, self._ranks = config, rank, ranks
+        self._split = Split(config.split, config.split_time, part)
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self.cursor.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._config.workers:
+            yield from self._batches(self._windows(None))
+            return
+        with ThreadPoolExecutor(self._config.workers, thread_name_prefix="freescale-read") as pool:
+            windows = run_ahead(self._windows(pool), self._config.prefetch)
+            try:
+                yield from self._batches(windows)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # first, or the thread behind `windows` reads on
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where to continue."""
+        return self.cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Continue from there, with any number of ranks and workers."""
+        self.cursor.load_state_dict(state)
+
+    def report(self) -> list[str]:
+        """Say what was set aside or mapped to shared rows so far."""
+        lines = [self.dataset.quarantine.summary()]
+        if self.unknown_items:
+            lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, mapped to {self.known.oov_rows} shared rows")
+        return [line for line in lines if line]
+
+    def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
+        """Cut windows into steps."""
+        epoch, held, upto = self.cursor.epoch, [], 0
+        for step in range(self.cursor.step, self.cursor.steps):
+            begin, end = self.cursor.span(step)
+            while upto < end:
+                upto, window = next(windows)
+                held.append(window)
+            pieces = [piece for window in held if len((piece := window.between(begin, end)).position)]
+            batch = assemble(pieces or [held[-1].between(end, end)], epoch=epoch, step=step)
+            held = held[-1:]
+            self.cursor.advance()
+            yield batch
+
+    def _windows(self, pool: ThreadPoolExecutor | None) -> Iterator[tuple[int, Window]]:
+        """Read the rest of the epoch: each window with the position at which it ends."""
+        config, cursor = self._config, self.cursor
+        order = Order(self.dataset.layout, config.order, config.shards, cursor.seed, cursor.epoch)
+        windows = order.windows_in(cursor.span(cursor.step)[0], cursor.samples)
+        shares = (order.share(window, rank=self._rank, ranks=self._ranks) for window in windows)
+        for window, (share, groups) in zip(windows, self._read(shares, pool), strict=True):
+            prepared, unknown = prepare(share, groups, self.dataset.columns, split=self._split,
+                                        max_history=config.max_history, known=self.known)  # fmt: skip
+            self.unknown_items += unknown
+            yield order.start_of(window + 1), prepared
+
+    def _read(self, shares: Iterator[Share], pool: ThreadPoolExecutor | None) -> Iterator[tuple[Share, list[Group]]]:
+        """Read the row groups of each share; with a pool, those of the next share while this one is worked on."""
+        if pool is None:
+            for share in shares:
+                yield share, [self.dataset.read_group(group) for group in share.groups.tolist()]
+            return
+        coming: deque[tuple[Share, Iterator[Group]]] = deque()
+        for share in shares:
+            coming.append((share, pool.map(self.dataset.read_group, share.groups.tolist())))
+            if len(coming) > 1:
+                ready, groups = coming.popleft()
+                yield ready, list(groups)
+        yield from ((share, list(groups)) for share, groups in coming)

@@ -1,0 +1,110 @@
+"""What a data set written by us says of itself: `manifest.json`, beside the Parquet files.
+
+It spares every rank the footers of files that others read, and it carries what Parquet's page checksums do not cover:
+the size and a checksum of each footer, and a checksum of the manifest itself. Knows no Parquet and no torch.
+
+A data set is a list of *stripes*. A stripe is up to 64 files over which row groups are dealt in turn, so that the file
+of a row group, and with it the rank that reads its footer, follows from the number of its virtual shard.
+"""
+
+import json
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from freescale.data.layout import Layout
+from freescale.errors import DataError
+
+NAME = "manifest.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class File:
+    """One Parquet file: enough to know that its footer is the one that was written."""
+
+    name: str
+    size: int
+    footer_size: int
+    footer_crc: int
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Row group k of a stripe is group k // len(files) of file k % len(files)."""
+
+    files: tuple[File, ...]
+    rows: int
+    rows_per_group: int
+
+    @property
+    def groups(self) -> int:
+        """Row groups over all files; only the last may be short."""
+        return -(-self.rows // self.rows_per_group)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole data set."""
+
+    stripes: tuple[Stripe, ...]
+    events: int
+    items: int
+    """Rows of the item vocabulary: stored item ids below this are known items."""
+    note: str = ""
+    """Where the data came from and what was made up, in one line."""
+
+    @property
+    def rows(self) -> int:
+        """Histories in the data set."""
+        return sum(stripe.rows for stripe in self.stripes)
+
+    def layout(self) -> Layout:
+        """Sizes of all row groups, in log order."""
+        counts = [np.full(s.groups, s.rows_per_group, dtype=np.int64) for s in self.stripes]
+        for stripe, sizes in zip(self.stripes, counts, strict=True):
+            if len(sizes):
+                sizes[-1] = stripe.rows - (stripe.groups - 1) * stripe.rows_per_group
+        return Layout.of(np.concatenate(counts) if counts else np.empty(0, dtype=np.int64))
+
+
+def file_name(stripe: int, file: int) -> str:
+    """Name the files so that their alphabetical order is the order of the stripes."""
+    return f"part-{stripe:05d}-{file:02d}.parquet"
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Write the manifest with its own checksum."""
+    # Every rank reads this, so it is kept to some 25 bytes a file: names follow from the numbers.
+    stripes = [
+        [stripe.rows, stripe.rows_per_group, [[file.size, file.footer_size, file.footer_crc] for file in stripe.files]]
+        for stripe in manifest.stripes
+    ]
+    body = {"stripes": stripes, "events": manifest.events, "items": manifest.items, "note": manifest.note}
+    return json.dumps({"freescale": VERSION, "crc": _crc(body), "data": body}, separators=(",", ":")).encode()
+
+
+def parse(raw: bytes, where: str) -> Manifest:
+    """Read a manifest back; anything but what `dump` wrote is an error."""
+    try:
+        tree = json.loads(raw)
+        version, body = tree["freescale"], tree["data"]
+        if version == VERSION and tree["crc"] == _crc(body):
+            stripes = tuple(
+                Stripe(tuple(File(file_name(s, f), *file) for f, file in enumerate(files)), rows, rows_per_group)
+                for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
+            )
+            return Manifest(stripes, body["events"], body["items"], body["note"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
+    if version != VERSION:
+        raise DataError(f"the manifest has version {version!r}, this package reads {VERSION}", where=where, remedy=_REWRITE)
+    raise DataError("the manifest is damaged: its checksum does not match", where=where, remedy=_REWRITE)
+
+
+_REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
+
+
+def _crc(body: object) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,69 @@
+"""What happens to input that cannot be used: an error at once, or a counted line in a quarantine file.
+
+Thread-safe, because readers run in several threads.
+"""
+
+import json
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from freescale.errors import DataError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a data set something is."""
+
+    file: str
+    row_group: int | None = None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.file]
+        if self.row_group is not None:
+            parts.append(f"row group {self.row_group}")
+        if self.row is not None:
+            parts.append(f"row {self.row}")
+        return ", ".join(parts)
+
+
+class Quarantine:
+    """The policy for bad input and the record of what was set aside."""
+
+    def __init__(self, on_bad: Literal["stop", "skip"] = "stop", path: str | Path | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        """Rows set aside, by kind of fault."""
+        self._skip = on_bad == "skip"
+        self._path = Path(path) if path else None
+        self._seen: set[Place] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> int:
+        """How many rows were set aside."""
+        return sum(self.counts.values())
+
+    def bad(self, place: Place, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None) -> None:
+        """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
+        if not self._skip:
+            raise DataError(what, where=str(place), remedy=f"{remedy}, or go on without it: on_bad = skip") from cause
+        with self._lock:
+            if place in self._seen:
+                return
+            self._seen.add(place)
+            self.counts[kind] += rows
+            if self._path:
+                line = {"file": place.file, "row_group": place.row_group, "row": place.row, "rows": rows, "what": what}
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    def summary(self) -> str:
+        """Say in one line what was set aside, or nothing."""
+        if not self.counts:
+            return ""
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        return f"{self.rows:,} rows set aside ({kinds})" + (f"; see {self._path}" if self._path else "")

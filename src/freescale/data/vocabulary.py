@@ -1,0 +1,36 @@
+"""Which items have a table row of their own, and where the others go.
+
+On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of item i and how often it was seen. In a
+batch, ids outside it are folded into a few rows behind it by a hash, so that a new item trains something stable.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.data.permute import mix
+
+FILE = "vocabulary.parquet"
+
+
+@dataclass(frozen=True)
+class KnownItems:
+    """Item ids below `items` are known; `items` = 0 means that nobody counted, and every id is taken as it is."""
+
+    items: int
+    oov_rows: int
+
+    @property
+    def rows(self) -> int:
+        """Table rows that a model needs."""
+        return self.items + self.oov_rows
+
+    def fold(self, ids: NDArray[np.generic]) -> tuple[NDArray[np.generic], int]:
+        """Map unknown ids to the shared rows, and count them. Known ids are not copied."""
+        unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
+        count = int(np.count_nonzero(unknown))
+        if not count:
+            return ids, 0
+        shared = self.items + (mix(ids) % np.uint64(self.oov_rows)).astype(np.int64)
+        return np.where(unknown, shared, ids), count

@@ -1,0 +1,134 @@
+"""Histories into Parquet files laid out for many ranks: small striped row groups, every page with a checksum.
+
+Everything is written beside the target and renamed into place at the end, so a data set is whole or not there.
+"""
+
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from freescale.data import manifest as manifests
+from freescale.data.manifest import File, Manifest, Stripe
+from freescale.errors import DataError
+
+FILES = 64
+GROUPS_PER_FILE = 4096
+_GROUP_BYTES = 1 << 19
+_SMALLEST_GROUP = 32
+_ENOUGH_GROUPS = 512
+
+
+def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
+    """Size row groups: about half a MiB each in a large data set, and in a small one enough groups for every rank."""
+    bytes_per_row = max(1.0, 8.0 * columns * events / max(1, rows))
+    fit = max(1, int(_GROUP_BYTES / bytes_per_row))
+    return min(fit, max(_SMALLEST_GROUP, rows // _ENOUGH_GROUPS))
+
+
+@contextmanager
+def new_folder(target: str | Path) -> Iterator[Path]:
+    """Give a folder to fill; it takes the target's name only when all went well."""
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError("the target exists and is not empty", where=str(target), remedy="give a new folder, or delete it first")
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        if target.exists():
+            target.rmdir()
+        beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def write(
+    folder: Path, tables: Iterable[pa.Table], *, rows_per_group: int, items: int, note: str = "",
+    groups_per_file: int = GROUPS_PER_FILE,
+) -> Manifest:  # fmt: skip
+    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
+    groups = _regroup(tables, rows_per_group)
+    stripes: list[Stripe] = []
+    events = 0
+    while True:
+        stripe, stripe_events = _write_stripe(folder, len(stripes), groups, rows_per_group, FILES * groups_per_file)
+        if not stripe.rows and stripes:
+            break
+        stripes.append(stripe)
+        events += stripe_events
+        if stripe.groups < FILES * groups_per_file:
+            break
+    manifest = Manifest(tuple(stripes), events, items, note)
+    (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
+    return manifest
+
+
+def _regroup(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """Cut a stream of tables into tables of exactly `rows` rows, the last one short."""
+    held: list[pa.Table] = []
+    count = 0
+    for table in tables:
+        start = 0
+        while count + table.num_rows - start >= rows:
+            held.append(table.slice(start, rows - count))
+            start += rows - count
+            yield pa.concat_tables(held).combine_chunks()
+            held, count = [], 0
+        if start < table.num_rows:
+            held.append(table.slice(start))
+            count += table.num_rows - start
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _write_stripe(
+    folder: Path, number: int, groups: Iterator[pa.Table], rows_per_group: int, limit: int
+) -> tuple[Stripe, int]:
+    writers: list[pq.ParquetWriter] = []
+    paths: list[Path] = []
+    rows = events = written = 0
+    try:
+        while written < limit and (group := next(groups, None)) is not None:
+            if len(writers) < FILES:
+                paths.append(folder / manifests.file_name(number, len(writers)))
+                writers.append(_open(paths[-1], group.schema))
+            writers[written % FILES].write_table(group, row_group_size=rows_per_group)
+            rows, written = rows + group.num_rows, written + 1
+            events += len(group["item_id"].chunk(0).flatten())
+    finally:
+        for writer in writers:
+            writer.close()
+    return Stripe(tuple(_describe(path) for path in paths), rows, rows_per_group), events
+
+
+def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    # Ascending integers pack best as deltas, ids as byte planes under zstd. Statistics are left out: nothing here
+    # prunes by them, and a flipped bit in them would go unseen.
+    encodings = {}
+    for field in schema:
+        leaf = f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+        if pa.types.is_integer(kind) and kind.bit_width >= 32:
+            encodings[leaf] = "DELTA_BINARY_PACKED" if field.name in ("timestamp", "user_id") else "BYTE_STREAM_SPLIT"
+        elif pa.types.is_floating(kind):
+            encodings[leaf] = "BYTE_STREAM_SPLIT"
+    return pq.ParquetWriter(
+        path, schema, compression="zstd", compression_level=1, use_dictionary=False, column_encoding=encodings,
+        write_page_checksum=True, write_statistics=False, store_schema=False,
+    )  # fmt: skip
+
+
+def _describe(path: Path) -> File:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(size - 8)
+        (footer_size,) = struct.unpack("<I", file.read(4))
+        file.seek(size - 8 - footer_size)
+        return File(path.name, size, footer_size, zlib.crc32(file.read(footer_size)))
