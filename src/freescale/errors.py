@@ -63,3 +63,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}"
+
+
+def reason(error: Exception) -> str:
+    """Give another library's complaint as one short line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

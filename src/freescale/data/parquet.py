@@ -22,7 +22,7 @@ from freescale.data.columns import Group, Kind
 from freescale.data.layout import Layout
 from freescale.data.manifest import File, Manifest
 from freescale.data.quarantine import Place, Quarantine
-from freescale.errors import DataError
+from freescale.errors import DataError, reason
 
 _MAGIC = b"PAR1"
 _FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
@@ -58,7 +58,7 @@ class Dataset:
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
         except Exception as error:  # Arrow raises many kinds on damaged bytes; none may reach the user bare
-            what = error.what if isinstance(error, DataError) else _first_line(error)
+            what = error.what if isinstance(error, DataError) else reason(error)
             self.quarantine.bad(Place(file.name, index), "unreadable", what, remedy=_FETCH_AGAIN, rows=rows, cause=error)
             return Group.unreadable(rows, self.columns)
 
@@ -103,7 +103,7 @@ class Dataset:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise DataError(_first_line(error), where=path, remedy="check the address and its permissions") from error
+            raise DataError(reason(error), where=path, remedy="check the address and its permissions") from error
         with self._lock:
             self.bytes_read += len(raw)
         return manifest.parse(raw, path)
@@ -121,7 +121,7 @@ class Dataset:
             found = sorted(self._fs.glob(f"{self._root}/*.parquet"))
             sizes = [self._fs.size(path) for path in found]
         except OSError as error:
-            raise DataError(_first_line(error), where=self.address, remedy="check the address and its permissions") from error
+            raise DataError(reason(error), where=self.address, remedy="check the address and its permissions") from error
         if not found:
             raise DataError(
                 "no Parquet files here", where=self.address,
@@ -172,13 +172,13 @@ class Dataset:
                 raise DataError("the footer is damaged: it claims to be longer than the file", where=place, remedy=_FETCH_AGAIN)
             footer = self._read_range(file, size - 8 - footer_size, size - 8)
         except OSError as error:
-            raise DataError(_first_line(error), where=place, remedy=_FETCH_AGAIN) from error
+            raise DataError(reason(error), where=place, remedy=_FETCH_AGAIN) from error
         if self.manifest and (size, footer_size, zlib.crc32(footer)) != (file.size, file.footer_size, file.footer_crc):
             raise DataError("the footer is not the one that was written", where=place, remedy=_FETCH_AGAIN)
         try:
             return pq.read_metadata(pa.BufferReader(_MAGIC + footer + tail))
         except Exception as error:  # a damaged footer makes Arrow raise almost anything
-            raise DataError(f"the footer is damaged: {_first_line(error)}", where=place, remedy=_FETCH_AGAIN) from error
+            raise DataError(f"the footer is damaged: {reason(error)}", where=place, remedy=_FETCH_AGAIN) from error
 
     def _has_page_checksum(self, file: File) -> bool:
         """Look into the first page header: after type and two sizes, field 4 is the checksum, if there is one."""
@@ -229,12 +229,7 @@ def _open_address(address: str) -> tuple[Any, str]:
         fs, root = fsspec.core.url_to_fs(address)
     except (ValueError, ImportError, OSError) as error:
         raise DataError(
-            f"the address cannot be opened: {_first_line(error)}", where=address,
+            f"the address cannot be opened: {reason(error)}", where=address,
             remedy="give a local folder or an fsspec address such as s3://bucket/folder, with its package installed",
         ) from error  # fmt: skip
     return fs, str(root).rstrip("/")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -1,0 +1,1 @@
+"""How much work a sample is, and where it should be done. Works without TorchRec."""

@@ -1,0 +1,58 @@
+"""The work of a sample, from its length and its candidates. Pure: numpy and nothing else.
+
+Counted in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for every sample,
+so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C candidates sees
+the history and itself, which adds C (L + 1).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from freescale.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Cost:
+    """cost = sample + token * tokens + pair * pairs, or tokens ** power."""
+
+    sample: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    power: float | None = None
+
+    @staticmethod
+    def hstu(*, dim: int, layers: int = 1, heads: int = 1, attention_dim: int | None = None, linear_dim: int | None = None) -> "Cost":
+        """HSTU: one projection to U, V, Q, K, pointwise attention, one projection back."""
+        query = heads * (attention_dim or dim // heads)
+        value = heads * (linear_dim or dim // heads)
+        return Cost(token=layers * (dim * 2 * (query + value) + value * dim), pair=layers * (query + value))
+
+    @staticmethod
+    def sasrec(*, dim: int, layers: int = 1, hidden_dim: int | None = None) -> "Cost":
+        """SASRec: Q, K, V and output projections, softmax attention, a two-layer feed-forward. Heads only divide dim."""
+        hidden = hidden_dim or dim
+        return Cost(token=layers * (4 * dim * dim + 2 * dim * hidden), pair=layers * 2 * dim)
+
+    @staticmethod
+    def power_law(alpha: float) -> "Cost":
+        """The weight L ** alpha of the FreeScale paper."""
+        return Cost(power=alpha)
+
+    @staticmethod
+    def of_model(model: ModelConfig) -> "Cost":
+        """The analytic cost of a configured model."""
+        if model.kind == "sasrec":
+            return Cost.sasrec(dim=model.dim, layers=model.layers)
+        return Cost.hstu(dim=model.dim, layers=model.layers, heads=model.heads)
+
+    def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> NDArray[np.float64]:
+        """Give the cost of each sample."""
+        history = np.asarray(lengths, dtype=np.float64)
+        offered = np.asarray(candidates, dtype=np.float64)
+        tokens = history + offered
+        if self.power is not None:
+            return tokens**self.power
+        pairs = history * (history + 1) / 2 + offered * (history + 1)
+        return self.sample + self.token * tokens + self.pair * pairs

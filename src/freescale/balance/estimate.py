@@ -1,0 +1,64 @@
+"""What random batches would cost, by Monte Carlo: how long ranks wait for the one with the most work. Pure.
+
+The straggler share is the paper's: mean idle time of a rank over the time of the iteration, 1 - mean / max.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DRAWS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Ranks against each other, averaged over simulated steps."""
+
+    ranks: int
+    batch: int
+    """Samples per rank."""
+    steps: int
+    """Steps simulated."""
+    max_over_mean: float
+    """Time of a step over what it would be if work were spread evenly."""
+    straggler_share: float
+    """Share of the time that a rank waits for the slowest one, with random batches."""
+    best_share: float
+    """The same when samples are placed as well as can be: only a single sample above the mean load still makes others wait."""
+
+    @property
+    def recoverable_share(self) -> float:
+        """What balancing can win of a rank's time."""
+        return self.straggler_share - self.best_share
+
+
+def random_batches(
+    costs: NDArray[np.float64], counts: NDArray[np.int64], *, ranks: int, batch: int, seed: int = 0
+) -> Imbalance:
+    """Draw batches at random from samples given as distinct costs and how often each occurs."""
+    share = np.cumsum(counts) / counts.sum()
+    steps = int(np.clip(_DRAWS // (ranks * batch), 20, 200))
+    rng = np.random.default_rng(seed)
+    worst, waiting, least = np.empty(steps), np.empty(steps), np.empty(steps)
+    for step in range(steps):
+        load, largest = _draw(costs, share, ranks, batch, rng)
+        mean = load.mean()
+        worst[step] = load.max() / mean
+        waiting[step] = 1.0 - mean / load.max()
+        least[step] = 1.0 - mean / max(mean, largest)
+    return Imbalance(ranks, batch, steps, float(worst.mean()), float(waiting.mean()), float(least.mean()))
+
+
+def _draw(
+    costs: NDArray[np.float64], share: NDArray[np.float64], ranks: int, batch: int, rng: np.random.Generator
+) -> tuple[NDArray[np.float64], float]:
+    """Loads of all ranks in one step, and its largest sample; in slices, so that 16,384 ranks fit in memory."""
+    rows = max(1, _DRAWS // batch)
+    loads, largest = [], 0.0
+    for first in range(0, ranks, rows):
+        which = np.searchsorted(share, rng.random((min(rows, ranks - first), batch)), side="right")
+        drawn = costs[np.minimum(which, len(costs) - 1)]
+        loads.append(drawn.sum(axis=1))
+        largest = max(largest, float(drawn.max()))
+    return np.concatenate(loads), largest

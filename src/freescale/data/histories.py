@@ -1,0 +1,181 @@
+"""Events, in any order and larger than memory, into a data set of histories sorted by time.
+
+Events are first dealt into buckets by a hash of their user, so that all of a user's are in one bucket and one bucket fits
+in memory. Each bucket becomes histories. These are then gathered in ranges of the time of their last event, which
+gives the log order in which a production system would have written them. A log that fits takes the same path with one bucket.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from freescale.data import writer
+from freescale.data.manifest import Manifest
+from freescale.data.quarantine import Place, Quarantine
+from freescale.data.vocabulary import FILE
+from freescale.errors import DataError, reason
+
+_BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
+USERS_FILE = "users.parquet"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What came out of an import."""
+
+    users: int
+    items: int
+    events: int
+    unknown_events: int
+    """Events whose item the given vocabulary does not have."""
+
+
+def write(
+    events: pl.LazyFrame, target: str | Path, scratch: Path, *, log_name: str, quarantine: Quarantine,
+    vocabulary: Path | None = None, memory: int = 1 << 30,
+) -> Imported:  # fmt: skip
+    """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set.
+
+    `memory` bounds, in bytes, what sorting may hold.
+    """
+    try:
+        known = None if vocabulary is None else pl.read_parquet(vocabulary / FILE)
+        with writer.new_folder(target) as folder:
+            return _Import(events, folder, scratch, log_name, quarantine, memory).run(known)
+    except FileNotFoundError as error:
+        raise DataError("there is no vocabulary here", where=str(vocabulary), remedy="give the folder of an imported data set") from error
+    except (pl.exceptions.PolarsError, pa.ArrowException) as error:
+        raise DataError(f"the log cannot be read: {reason(error)}", where=log_name, remedy="check its format and encoding") from error
+
+
+class _Import:
+    """The steps of one import, in order."""
+
+    def __init__(self, events: pl.LazyFrame, folder: Path, scratch: Path, log_name: str, quarantine: Quarantine, memory: int) -> None:
+        self._events, self._folder, self._scratch = events, folder, scratch
+        self._log_name, self._quarantine, self._memory = log_name, quarantine, memory
+
+    def run(self, known: pl.DataFrame | None) -> Imported:
+        self._set_aside_bad()
+        seen = self._keys("item_id")
+        events = int(seen["count"].sum())
+        if not events:
+            raise DataError("the log holds no usable event", where=self._log_name, remedy="check its format")
+        items, numbers, unknown = _number(seen, known)
+        _save(items, self._folder / FILE)
+        self._use_numbers("item_id", numbers)
+        if self._events.collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
+            users = self._keys("user_id")
+            _save(users, self._folder / USERS_FILE)
+            self._use_numbers("user_id", users.select("key").with_row_index("number"))
+        buckets = max(1, -(-events * _BYTES_PER_EVENT // self._memory))
+        manifest = self._write(self._histories(buckets), events, len(items), buckets)
+        return Imported(manifest.rows, len(items), manifest.events, unknown)
+
+    def _set_aside_bad(self) -> None:
+        """Find events with a missing or unconvertible field; stop at them or leave them out."""
+        names = [name for name in self._events.collect_schema().names() if name != "order"]
+        broken = pl.any_horizontal(pl.col(name).is_null() for name in names)
+        for batch in self._events.filter(broken).collect_batches(engine="streaming"):
+            for row in batch.iter_rows(named=True):
+                missing = ", ".join(name for name in names if row[name] is None)
+                place = Place(self._log_name, row=row["order"])
+                self._quarantine.bad(place, "incomplete event", f"{missing} missing or not of its type", remedy="mend that line")
+        self._events = self._events.filter(~broken)
+
+    def _keys(self, column: str) -> pl.DataFrame:
+        """The distinct keys of the log in their own order, and how often each occurs."""
+        counted = self._events.group_by(column).agg(pl.len().alias("count")).collect(engine="streaming")
+        return counted.sort(column).select(pl.col(column).alias("key"), pl.col("count").cast(pl.Int64))
+
+    def _use_numbers(self, column: str, numbers: pl.DataFrame) -> None:
+        """Replace keys by their numbers."""
+        named = numbers.lazy().select(pl.col("key").alias(column), pl.col("number").cast(pl.Int64))
+        self._events = self._events.join(named, on=column, how="left").with_columns(pl.col("number").alias(column)).drop("number")
+
+    def _histories(self, buckets: int) -> list[Path]:
+        """Group each bucket's events into histories, ordered by the time of their last event."""
+        parts = self._scratch / "buckets"
+        parts.mkdir()
+        by_user = (pl.col("user_id").hash() % buckets).alias("bucket")
+        self._events.sink_parquet(pl.PartitionBy(parts, key={"bucket": by_user}, include_key=False), compression="lz4", mkdir=True)
+        written = []
+        for number, bucket in enumerate(sorted(path for path in parts.iterdir())):
+            histories = _group(pl.read_parquet(bucket / "*.parquet" if bucket.is_dir() else bucket))
+            written.append(self._scratch / f"histories-{number}.parquet")
+            histories.write_parquet(written[-1], row_group_size=4096, compression="lz4")
+        return written
+
+    def _write(self, parts: list[Path], events: int, items: int, ranges: int) -> Manifest:
+        histories = pl.scan_parquet(parts)
+        last = histories.select("last").collect(engine="streaming")["last"].sort()
+        cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
+        columns = len(histories.collect_schema()) - 2  # but user_id and last
+        return writer.write(
+            self._folder,
+            _in_time_order(histories, cuts),
+            rows_per_group=writer.rows_per_group(len(last), events, columns),
+            items=items,
+            note=f"imported from {self._log_name}",
+        )
+
+
+def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    """Number the items: by their place in the vocabulary, and behind it, by a stable hash, those it does not have."""
+    if known is None:
+        return seen, seen.select("key").with_row_index("number"), 0
+    if seen["key"].dtype != known["key"].dtype:
+        kinds = f"{seen['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
+        raise DataError(f"the item keys have other types: {kinds}", remedy="give the vocabulary that belongs to this log")
+    fresh = seen.join(known, on="key", how="anti")
+    behind = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in fresh["key"]]
+    numbers = pl.concat([
+        known.select("key").with_row_index("number").cast({"number": pl.Int64}),
+        pl.DataFrame({"number": behind, "key": fresh["key"]}, schema={"number": pl.Int64, "key": fresh["key"].dtype}),
+    ])  # fmt: skip
+    return known, numbers, int(fresh["count"].sum())
+
+
+def _save(keys: pl.DataFrame, path: Path) -> None:
+    pq.write_table(keys.to_arrow(), path, write_page_checksum=True, compression="zstd")
+
+
+def _group(events: pl.DataFrame) -> pl.DataFrame:
+    """Histories of one bucket. Events of one moment keep the order of the log; without time that order is all there is."""
+    if "timestamp" in events.columns:
+        timed = events.sort("user_id", "timestamp", "order").with_columns(last="timestamp")
+    else:
+        timed = events.sort("user_id", "order").with_columns(
+            pl.int_range(pl.len(), dtype=pl.Int64).over("user_id").alias("timestamp"), last="order"
+        )
+    features = [name for name in events.columns if name not in ("user_id", "item_id", "timestamp", "order")]
+    return (
+        timed.group_by("user_id", maintain_order=True)
+        .agg("item_id", "timestamp", *features, pl.col("last").last())
+        .sort("last", "user_id")
+    )
+
+
+def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Table]:
+    edges: list[int | None] = [None, *sorted(set(cuts)), None]
+    for low, high in zip(edges, edges[1:], strict=False):
+        inside = pl.lit(True)
+        if low is not None:
+            inside &= pl.col("last") >= low
+        if high is not None:
+            inside &= pl.col("last") < high
+        found = histories.filter(inside).collect(engine="streaming").sort("last", "user_id").drop("last")
+        yield _plain_lists(found.to_arrow())
+
+
+def _plain_lists(table: pa.Table) -> pa.Table:
+    """Polars hands out 64-bit list offsets; Parquet readers everywhere expect plain lists."""
+    fields = [
+        pa.field(f.name, pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type) for f in table.schema
+    ]
+    return table.cast(pa.schema(fields)) if table.num_rows else pa.schema(fields).empty_table()

@@ -1,0 +1,235 @@
+"""Public data sets and plain event logs, opened as one lazy table of events.
+
+Every format ends in the same columns: `user_id`, `item_id` (the log's own keys), `timestamp` (where the log has a time),
+`order` (where the event stood in the log), and numeric features. Text logs are first streamed into a Parquet file of
+strings by Arrow, whose CSV reader reports every line that it cannot split; nothing may get lost without a word.
+"""
+
+import io
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv
+
+from freescale.data.quarantine import Place, Quarantine
+from freescale.errors import DataError, UsageError, nearest, reason
+from freescale.log import notice
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a log mean what."""
+
+    user: str = "user_id"
+    item: str = "item_id"
+    time: str | None = "timestamp"
+    """None: the log has no time, and the order of its lines stands for it."""
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CsvStyle:
+    """How a text log is written."""
+
+    separator: str = ","
+    quote: str = '"'
+    """Empty: quotes mean nothing."""
+    encoding: str = "utf-8"
+
+
+_LONGEST_HEADER = 1 << 16
+_KUAIRAND = Columns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
+_MOVIELENS = Columns("userId", "movieId", "timestamp", ("rating",))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every format gets."""
+
+    sources: Sequence[Path]
+    scratch: Path
+    """A folder for unpacked files."""
+    quarantine: Quarantine
+    columns: Columns
+    style: CsvStyle
+
+
+def open_log(
+    name: str, sources: Sequence[Path], scratch: Path, *, quarantine: Quarantine, columns: Columns | None = None,
+    style: CsvStyle | None = None,
+) -> pl.LazyFrame:  # fmt: skip
+    """Open a log in a named format."""
+    if name not in FORMATS:
+        raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
+    for source in sources:
+        if not source.is_file():
+            raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
+    return FORMATS[name](Job(sources, scratch, quarantine, columns or Columns(), style or CsvStyle()))
+
+
+def _ml1m(job: Job) -> pl.LazyFrame:
+    names = ["user", "_1", "item", "_2", "rating", "_3", "time"]  # "::" is read as two separators
+    frame = _read_text(job, CsvStyle(":", ""), names=names, member="ratings.dat")
+    return _events(frame, Columns("user", "item", "time", ("rating",)))
+
+
+def _movielens(job: Job) -> pl.LazyFrame:
+    return _events(_read_text(job, CsvStyle(), member="ratings.csv"), _MOVIELENS)
+
+
+def _kuairand(job: Job) -> pl.LazyFrame:
+    return _events(_read_text(job, CsvStyle()), _KUAIRAND)
+
+
+def _lists(job: Job) -> pl.LazyFrame:
+    """Lines of `user item item ...`; a line per event is the shortest of them."""
+    lines = _read_text(job, CsvStyle("\x01", ""), names=["line"])  # a separator that no log holds
+    words = pl.col("line").str.strip_chars().str.split(" ")
+    pairs = (
+        lines.filter(pl.col("line").str.strip_chars() != "")
+        .select(words.list.first().alias("user"), words.list.slice(1).alias("item"))
+        .explode("item")
+        .filter(pl.col("item").is_not_null())  # a user without items
+    )
+    return _events(pairs, Columns("user", "item", None))
+
+
+def _generic(job: Job) -> pl.LazyFrame:
+    if all(source.suffix == ".parquet" for source in job.sources):
+        return _events(pl.scan_parquet(list(job.sources)), job.columns)
+    return _events(_read_text(job, job.style), job.columns)
+
+
+FORMATS: dict[str, Callable[[Job], pl.LazyFrame]] = {
+    "ml-1m": _ml1m,
+    "ml-20m": _movielens,
+    "ml-latest": _movielens,
+    "amazon": _lists,
+    "kuairand": _kuairand,
+    "events": _generic,
+}
+
+
+def _read_text(job: Job, style: CsvStyle, *, names: Sequence[str] = (), member: str = "") -> pl.LazyFrame:
+    """Stream text logs into Parquet, every field as a string: what does not convert later is then bad, not guessed."""
+    files = []
+    for number, source in enumerate(job.sources):
+        path = _member(source, member, job.scratch) if member and source.suffix == ".zip" else source
+        files.append(job.scratch / f"text-{number}.parquet")
+        try:
+            _to_parquet(path, files[-1], style, names, Place(source.name), job.quarantine)
+        except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
+            remedy = "check the file, --separator and --encoding"
+            raise DataError(f"the log cannot be read: {reason(error)}", where=str(source), remedy=remedy) from error
+    return pl.scan_parquet(files)
+
+
+def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str], place: Place, quarantine: Quarantine) -> None:
+    ragged: list[csv.InvalidRow] = []
+
+    def set_aside(row: csv.InvalidRow) -> str:
+        ragged.append(row)
+        return "skip"
+
+    parse = csv.ParseOptions(delimiter=style.separator, quote_char=style.quote or False, invalid_row_handler=set_aside)
+    # One thread: only then does Arrow know the number of a bad line.
+    read = csv.ReadOptions(use_threads=False, encoding=style.encoding, column_names=list(names) or _header(source, style, parse))
+    read.skip_rows = 0 if names else 1
+    convert = csv.ConvertOptions(column_types=dict.fromkeys(read.column_names, pa.string()), strings_can_be_null=True)
+    with _open_text(source) as stream, csv.open_csv(stream, read, parse, convert) as text:
+        with pq.ParquetWriter(target, text.schema, compression="lz4") as out:
+            for batch in text:
+                out.write_batch(batch)
+    for row in ragged:
+        what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
+        quarantine.bad(replace(place, row=row.number), "malformed line", what, remedy="mend that line, or give the right --separator and --quote")
+
+
+def _header(source: Path, style: CsvStyle, parse: csv.ParseOptions) -> list[str]:
+    """Names of the columns: Arrow wants them beforehand to read everything as text."""
+    with _open_text(source) as stream:
+        line = stream.read(_LONGEST_HEADER).split(b"\n", 1)[0]
+    return csv.read_csv(io.BytesIO(line + b"\n"), csv.ReadOptions(encoding=style.encoding), parse).column_names
+
+
+def _open_text(source: Path) -> pa.NativeFile:
+    return pa.input_stream(str(source), compression="detect")
+
+
+def _events(frame: pl.LazyFrame, columns: Columns) -> pl.LazyFrame:
+    """Give the columns their common names and types. What does not convert becomes null."""
+    present = frame.collect_schema()
+    for name in (columns.user, columns.item, *([columns.time] if columns.time else []), *columns.features):
+        if name not in present:
+            raise DataError(f"the log has no column '{name}'", remedy=nearest(name, present.names()))
+    sample = frame.head(10_000).collect()
+    if columns.time is None:
+        notice("the log has no time: the order of its lines is taken for it, and timestamps are positions")
+    return frame.with_row_index("order").select(
+        _key(sample[columns.user], columns.user).alias("user_id"),
+        _key(sample[columns.item], columns.item).alias("item_id"),
+        *([_time(sample[columns.time], columns.time).alias("timestamp")] if columns.time else []),
+        pl.col("order").cast(pl.Int64),
+        *(_feature(sample[name], name) for name in columns.features),
+    )
+
+
+def _key(sample: pl.Series, name: str) -> pl.Expr:
+    """Keys are integers where the whole sample is, and none would lose a leading zero; else text."""
+    if sample.dtype.is_integer():
+        return pl.col(name).cast(pl.Int64, strict=False)
+    text = sample.cast(pl.String)
+    if text.cast(pl.Int64, strict=False).cast(pl.String).equals(text) and text.count():
+        return pl.col(name).cast(pl.Int64, strict=False)
+    return pl.col(name).cast(pl.String)
+
+
+def _time(sample: pl.Series, name: str) -> pl.Expr:
+    if sample.dtype.is_temporal():
+        return pl.col(name).dt.epoch("s")
+    if _converts(sample, pl.Int64):
+        return pl.col(name).cast(pl.Int64, strict=False)
+    if _converts(sample, pl.Float64):
+        return pl.col(name).cast(pl.Float64, strict=False).cast(pl.Int64, strict=False)
+    return pl.col(name).cast(pl.String).str.to_datetime(strict=False).dt.epoch("s")
+
+
+def _feature(sample: pl.Series, name: str) -> pl.Expr:
+    if sample.dtype.is_integer() or _converts(sample, pl.Int64):
+        return pl.col(name).cast(pl.Int64, strict=False)
+    if sample.dtype == pl.Boolean:
+        return pl.col(name)
+    if sample.dtype.is_float() or _converts(sample, pl.Float64):
+        return pl.col(name).cast(pl.Float32, strict=False)
+    raise DataError(f"feature '{name}' is not numeric", remedy="leave it out, or give it numbers in the log")
+
+
+def _converts(sample: pl.Series, kind: type[pl.DataType]) -> bool:
+    """Whether most of a sample converts; the few that do not are bad rows, not another type."""
+    if sample.dtype not in (pl.String, pl.Int64, pl.Float64):
+        return False
+    filled = sample.drop_nulls()
+    good = filled.cast(kind, strict=False).is_not_null().sum()
+    return len(filled) > 0 and good >= 0.9 * len(filled)
+
+
+def _member(source: Path, name: str, scratch: Path) -> Path:
+    """Take one file out of an archive, by its last name and into a name of ours, so that no path can lead elsewhere."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            found = [entry for entry in archive.namelist() if entry.rsplit("/", 1)[-1] == name]
+            if not found:
+                raise DataError(f"the archive holds no {name}", where=str(source), remedy="check that it is the right download")
+            target = scratch / f"unpacked-{name}"
+            with archive.open(found[0]) as packed, target.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked)
+            return target
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+        raise DataError(f"the archive cannot be read: {error}", where=str(source), remedy="download it again") from error
