@@ -1,1 +1,37 @@
-"""FreeScale: distributed training of sequence recommendation models without bubbles."""
+"""FreeScale: distributed training of sequence recommendation models without bubbles.
+
+Public names load when they are first used, so that `import freescale` is quick and imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freescale.balance.cost import Cost as Cost
+    from freescale.config.schema import DataConfig as DataConfig
+    from freescale.config.schema import ModelConfig as ModelConfig
+    from freescale.config.schema import RunConfig as RunConfig
+    from freescale.data.batch import Batch as Batch
+    from freescale.data.batch import Events as Events
+    from freescale.data.loader import Loader as Loader
+
+_HOMES = {
+    "Batch": "freescale.data.batch",
+    "Cost": "freescale.balance.cost",
+    "DataConfig": "freescale.config.schema",
+    "Events": "freescale.data.batch",
+    "Loader": "freescale.data.loader",
+    "ModelConfig": "freescale.config.schema",
+    "RunConfig": "freescale.config.schema",
+}
+__all__ = list(_HOMES)  # noqa: PLE0604  one list of names, not two
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'freescale' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -120,6 +120,8 @@ def decode(table: pa.Table, *, longest: int, report: Report) -> Group:
         for row in np.flatnonzero(bad & usable).tolist():
             usable[row] = False
             report(row, kind, what)
+    if not usable.all():  # emptied, so that all columns of a row agree again on where it begins
+        columns = {name: column if column.offsets is None else _emptied(column, usable) for name, column in columns.items()}
     return Group(columns, usable)
 
 
@@ -153,6 +155,12 @@ def _out_of_order(time: Column) -> Iterator[Fault]:
     back[inner - 1] = False  # the first event of a row follows nothing
     if back.any():
         yield "not in time order", "timestamp goes back in time inside the history", _any(time, np.append(False, back))
+
+
+def _emptied(column: Column, usable: NDArray[np.bool_]) -> Column:
+    """Take the values of unusable rows out of a list column."""
+    lengths = np.where(usable, column.lengths, 0)
+    return Column(column.values[np.repeat(usable, column.lengths)], np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -84,11 +84,9 @@ def profile(dataset: Dataset, *, workers: int = 2) -> Profile:
     rows = events = 0
     for group in _groups(dataset, workers):
         column = group.columns["item_id"]
-        usable = group.usable
-        ids = column.values if usable.all() else column.values[np.repeat(usable, column.lengths)]
-        lengths.add(column.lengths[usable])
-        items.add(ids)  # type: ignore[arg-type]
-        rows, events = rows + int(usable.sum()), events + len(ids)
+        lengths.add(column.lengths[group.usable])
+        items.add(column.values)  # type: ignore[arg-type]
+        rows, events = rows + int(group.usable.sum()), events + len(column.values)
     lengths.settle()
     items.settle()
     return Profile(rows, events, lengths, items)

@@ -1,0 +1,87 @@
+"""`freescale data import`: a log on disk becomes a data set."""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from freescale.cli.options import parse, print_json
+from freescale.data import histories, importers
+from freescale.data.quarantine import Quarantine
+from freescale.errors import UsageError
+from freescale.log import notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Turn a log into histories in Parquet, sorted by time, with a saved vocabulary.
+
+    freescale data import ml-1m ml-1m.zip data/ml1m
+
+    freescale data import events clicks.csv data/clicks --user uid --item sku --time ts
+    """
+
+    format: tyro.conf.Positional[Literal["ml-1m", "ml-20m", "ml-latest", "amazon", "kuairand", "events"]]
+    """What the log is. amazon: lines of "user item item ..."; events: CSV or Parquet with the columns named below."""
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """The files of the log, then the folder to make."""
+    user: str = "user_id"
+    """Column of the user (events)."""
+    item: str = "item_id"
+    """Column of the item (events)."""
+    time: str = "timestamp"
+    """Column of the time (events); "none" takes the order of the lines."""
+    features: tuple[str, ...] = ()
+    """Numeric columns to keep (events)."""
+    separator: str = ","
+    """Field separator (events)."""
+    quote: str = '"'
+    """Quote character, or "none" (events)."""
+    encoding: str = "utf-8"
+    """Text encoding (events)."""
+    vocabulary: Path | None = None
+    """A data set whose item numbers are to be kept; items it lacks share a few rows."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """stop at the first unusable line, or skip: count them and write them to a quarantine file beside the data."""
+    memory_mb: int = 1024
+    """What sorting may hold in memory; larger logs go through the disk."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the counts as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Import, and say what came out."""
+    options = parse(Options, argv, prog)
+    if len(options.paths) < 2:
+        raise UsageError("the log or the target folder is missing", remedy=f"{prog} {options.format} LOG FOLDER")
+    *sources, target = options.paths
+    quarantine = Quarantine(options.on_bad, target.with_name(f"{target.name}.quarantine.jsonl"))
+    with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
+        columns = importers.Columns(options.user, options.item, None if options.time == "none" else options.time, options.features)
+        style = importers.CsvStyle(options.separator, "" if options.quote == "none" else options.quote, options.encoding)
+        events = importers.open_log(options.format, sources, Path(scratch), quarantine=quarantine, columns=columns, style=style)
+        done = histories.write(
+            events, target, Path(scratch), log_name=", ".join(s.name for s in sources), quarantine=quarantine,
+            vocabulary=options.vocabulary, memory=options.memory_mb << 20,
+        )  # fmt: skip
+    if quarantine.rows:
+        notice(quarantine.summary())
+    if done.unknown_events:
+        notice(f"{done.unknown_events:,} events have items that the vocabulary lacks; they will share a few table rows")
+    if options.json:
+        print_json({**asdict(done), "set_aside": dict(quarantine.counts)})
+    else:
+        sys.stdout.write(f"{target}: {done.users:,} users, {done.items:,} items, {done.events:,} events\n")
+    return 0
+
+
+def _existing_parent(target: Path) -> Path:
+    """Where scratch files go: the disk of the target, which must hold the result anyway."""
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent

@@ -1,0 +1,187 @@
+"""`freescale data stats`: what a data set is like, and what it would cost ranks that take random batches of it.
+
+Composes two rooms that do not know each other: `data` counts lengths, `balance` says what lengths cost.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from freescale import page
+from freescale.balance.cost import Cost
+from freescale.balance.estimate import Imbalance, random_batches
+from freescale.cli.options import parse, print_json
+from freescale.config import ModelConfig
+from freescale.data.parquet import Dataset
+from freescale.data.quarantine import Quarantine
+from freescale.data.stats import QUANTILES, Profile, profile
+from freescale.errors import DataError, UsageError
+from freescale.log import notice
+
+_TOP = (0.001, 0.01, 0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Lengths, popularity, and the bubble that random batches would cost on this data.
+
+    freescale data stats data/kr --ranks 8 64 256
+    """
+
+    path: tyro.conf.Positional[str]
+    """Folder of Parquet histories: a local path or any fsspec address."""
+    ranks: tuple[int, ...] = (8, 64, 256)
+    """Numbers of ranks to estimate for."""
+    batch: int = 128
+    """Samples per rank and step."""
+    max_history: int = 1_000_000
+    """Histories are taken as cut to this length."""
+    model: ModelConfig = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
+    """Whose cost is taken."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """stop at the first unusable row, or skip: count them and write them to quarantine.jsonl."""
+    page: Path | None = None
+    """Write a page with plots, self-contained, to this file."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print everything as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Describe the data set on the terminal, as JSON, or as a page."""
+    options = parse(Options, argv, prog)
+    if min((*options.ranks, options.batch, options.max_history)) < 1:
+        raise UsageError("--ranks, --batch and --max-history must be at least 1", remedy=f"see {prog} --help")
+    dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
+    found = profile(dataset)
+    if not found.rows:
+        raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
+    bubbles = _bubbles(found, options)
+    _say_what_was_seen(dataset)
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(_page(options, found, bubbles), encoding="utf-8")
+    if options.json:
+        print_json(_figures(options, dataset, found, bubbles))
+    else:
+        _print(options, found, bubbles)
+    return 0
+
+
+def _bubbles(found: Profile, options: Options) -> list[Imbalance]:
+    lengths = np.minimum(found.lengths.values, options.max_history)
+    costs = Cost.of_model(options.model).of(lengths)
+    return [random_batches(costs, found.lengths.counts, ranks=ranks, batch=options.batch) for ranks in options.ranks]
+
+
+def _say_what_was_seen(dataset: Dataset) -> None:
+    if dataset.quarantine.rows:
+        notice(dataset.quarantine.summary())
+    unchecked = dataset.unchecked_files()
+    if unchecked:
+        notice(f"{len(unchecked)} files carry no page checksums ({unchecked[0]} first): a flipped bit in them cannot be seen")
+
+
+def _figures(options: Options, dataset: Dataset, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
+    return {
+        "path": options.path,
+        "histories": found.rows,
+        "events": found.events,
+        "items": len(found.items.values),
+        "length": {
+            "mean": found.mean_length,
+            "variation": found.variation,
+            "quantiles": {f"{q:g}": found.quantile(q) for q in QUANTILES},
+        },
+        "popularity": {f"{share:g}": found.top_share(share) for share in _TOP},
+        "model": asdict(options.model),
+        "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
+        "set_aside": dict(dataset.quarantine.counts),
+        "files_without_checksums": len(dataset.unchecked_files()),
+    }
+
+
+def _length_rows(found: Profile) -> list[list[str]]:
+    names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
+    rows = [[names.get(q, f"{100 * q:g}%"), f"{found.quantile(q):,}"] for q in QUANTILES]
+    return [*rows, ["mean", f"{found.mean_length:,.1f}"], ["deviation / mean", f"{found.variation:.2f}"]]
+
+
+def _popularity_rows(found: Profile) -> list[list[str]]:
+    return [[f"top {100 * share:g}% of the items", f"{100 * found.top_share(share):.1f}% of the events"] for share in _TOP]
+
+
+def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
+    return [
+        [f"{b.ranks:,}", f"{b.max_over_mean:.3f}", f"{100 * b.straggler_share:.1f}%", f"{100 * b.best_share:.1f}%",
+         f"{100 * b.recoverable_share:.1f}%"]
+        for b in bubbles
+    ]  # fmt: skip
+
+
+_BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
+
+
+def _print(options: Options, found: Profile, bubbles: list[Imbalance]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+
+    def show(title: str, header: list[str], rows: list[list[str]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for position, name in enumerate(header):
+            table.add_column(name, justify="right" if position else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+    console.print(f"{options.path}: {found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items")
+    show("events per history", ["quantile", "events"], _length_rows(found))
+    show("popularity", ["items", "share"], _popularity_rows(found))
+    show(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
+
+
+def _bubble_title(options: Options) -> str:
+    model = options.model
+    return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
+
+
+def _page(options: Options, found: Profile, bubbles: list[Imbalance]) -> str:
+    longest = found.quantile(1.0)
+    edges = np.unique(np.geomspace(max(1, found.quantile(0.0)), longest + 1, 41).round())
+    counts, _ = np.histogram(found.lengths.values, bins=edges, weights=found.lengths.counts)
+    popularity = found.popularity()
+    places = np.unique(np.geomspace(1, len(popularity), 200).round().astype(int))
+    ranks = [float(b.ranks) for b in bubbles]
+    return page.document(
+        f"Data set {options.path}",
+        f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items",
+        page.section(
+            "Bubbles of random batches",
+            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left when samples "
+            "are placed as well as can be.",
+            page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
+            page.line_chart(
+                [page.Series("random batches", ranks, [b.straggler_share for b in bubbles]),
+                 page.Series("placed at best", ranks, [b.best_share for b in bubbles])],
+                page.Axis("ranks", log=len(ranks) > 1),
+                page.Axis("time spent waiting", percent=True),
+            ),
+        ),
+        page.section(
+            "Lengths", "How many histories have how many events.", page.table(["quantile", "events"], _length_rows(found)),
+            page.histogram(edges.tolist(), counts.tolist(), page.Axis("events in a history", log=True), page.Axis("histories")),
+        ),
+        page.section(
+            "Popularity", "Events per item, most popular first.", page.table(["items", "share"], _popularity_rows(found)),
+            page.line_chart(
+                [page.Series("items", places.tolist(), popularity[places - 1].tolist())],
+                page.Axis("item, by popularity", log=True), page.Axis("events", log=True),
+            ),
+        ),
+    )  # fmt: skip

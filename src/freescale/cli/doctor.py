@@ -1,0 +1,65 @@
+"""`freescale doctor`: can training start here, and if not, what mends it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from freescale.cli import checks
+from freescale.cli.checks import Finding, Target
+from freescale.cli.options import parse, print_json
+from freescale.errors import InstallError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Check versions, devices, transports and limits. Exits with 0 only when training can start.
+
+    freescale doctor --device cpu
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What training is to run on; auto takes the GPU where there is a driver."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the findings as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Look at everything, print it, and judge."""
+    options = parse(Options, argv, prog)
+    target = Target(_device(options.device))
+    findings = list(_examine(target))
+    ready = all(finding.status != "fault" for finding in findings)
+    if options.json:
+        print_json({"ready": ready, "device": target.device, "findings": [asdict(finding) for finding in findings]})
+    else:
+        sys.stdout.write("".join(_lines(findings)))
+        sys.stdout.write(f"\ntraining on {target.device} {'can' if ready else 'cannot'} start here\n")
+    return 0 if ready else InstallError.exit_code
+
+
+def _device(asked: str) -> Literal["cpu", "cuda"]:
+    if asked == "cuda" or (asked == "auto" and checks.has_gpu_driver()):
+        return "cuda"
+    return "cpu"
+
+
+def _examine(target: Target) -> Iterator[Finding]:
+    """Metadata first, then loading; TorchRec last and only when nothing before it was at fault."""
+    findings = [finding for check in checks.STATIC for finding in check(target)]
+    yield from findings
+    if checks.installed("torch"):
+        loaded = list(checks.check_by_loading(target))
+        yield from loaded
+        findings += loaded
+    if all(finding.status != "fault" for finding in findings):
+        yield from checks.check_torchrec_imports(target)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield f"{finding.status:<8} {finding.check}: {finding.what}\n"
+        if finding.status != "ok":
+            yield f"         why:    {finding.why}\n         remedy: {finding.remedy}\n"

@@ -1,0 +1,86 @@
+"""The console command: find the subcommand, run it, and turn our errors into one readable message.
+
+Subcommands are imported only when they run, so `freescale --help` is quick and imports no torch.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from freescale.errors import FreeScaleError, UsageError, nearest
+
+
+class Command(NamedTuple):
+    """A subcommand: where it lives and what it is for."""
+
+    module: str
+    summary: str
+
+
+class _Runnable(Protocol):
+    def run(self, argv: Sequence[str], prog: str) -> int: ...
+
+
+COMMANDS = {
+    "doctor": Command("freescale.cli.doctor", "check versions, devices and limits; each fault with its remedy"),
+    "config": Command("freescale.cli.config_show", "print a recipe or a TOML file, whole, with overrides applied"),
+    "data import": Command("freescale.cli.data_import", "turn a public data set or an event log into histories"),
+    "data synth": Command("freescale.cli.data_synth", "make up a log of any size"),
+    "data stats": Command("freescale.cli.data_stats", "lengths, popularity, and the bubble of random batches"),
+}
+
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 130 interrupted"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and give its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except FreeScaleError as error:
+        sys.stderr.write(f"{_red('error:')} {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, which is its right
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        sys.stdout.write(f"freescale {version('freescale')}\n")
+        return 0
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            command: _Runnable = importlib.import_module(COMMANDS[name].module)
+            return command.run(words[length:], f"freescale {name}")
+    group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{words[0]} ")}
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        sys.stdout.write(_help(group))
+        return 0
+    asked = " ".join(words[:2] if group else words[:1])
+    raise UsageError(f"no command is called '{asked}'", remedy=nearest(asked, group or COMMANDS))
+
+
+def _help(commands: dict[str, Command] | None = None) -> str:
+    shown = commands or COMMANDS
+    width = max(map(len, shown))
+    lines = [f"  freescale {name:<{width}}  {command.summary}" for name, command in shown.items()]
+    return "\n".join(
+        ["FreeScale: training sequence recommendation models without bubbles.", "", *lines, "",
+         "Add --help to a command for its options.", _EXIT_CODES, ""]
+    )  # fmt: skip
+
+
+def _red(text: str) -> str:
+    return f"\033[31m{text}\033[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text

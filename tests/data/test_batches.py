@@ -1,0 +1,137 @@
+"""Promise: a batch holds exactly what the log holds, packed, split and mapped as the config says."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from freescale.data.split import Split
+from freescale.data.vocabulary import KnownItems
+from tests.support import histories, ids, lists, loader, write_dataset
+
+LENGTHS = [1 + (7 * i) % 23 for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def table() -> pa.Table:
+    return histories(LENGTHS, candidates=True)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, table: pa.Table) -> Path:
+    path = tmp_path_factory.mktemp("batches") / "data"
+    write_dataset(path, table, rows_per_group=9)
+    return path
+
+
+@pytest.mark.parametrize("order", ["shuffle", "log"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_feature_of_a_sample_travels_with_it(dataset: Path, table: pa.Table, order: str, workers: int) -> None:
+    seen = 0
+    for batch in loader(dataset, order=order, workers=workers, features=("rating", "age")):
+        offsets = batch.history.offsets.tolist()
+        assert batch.candidates is not None
+        offered = batch.candidates.offsets.tolist()
+        for i, row in enumerate(ids(batch)):
+            for name in ("item_id", "timestamp", "rating"):
+                assert batch.history[name][offsets[i] : offsets[i + 1]].tolist() == table[name][row].as_py(), (name, row)
+            for name in ("candidate_id", "label_click"):
+                assert batch.candidates[name][offered[i] : offered[i + 1]].tolist() == table[name][row].as_py()
+            assert batch.scalars["age"][i] == table["age"][row].as_py()
+            assert batch.scalars["user_id"][i] == row
+            seen += 1
+    assert seen == len(LENGTHS)
+
+
+def test_only_the_columns_asked_for_are_read(dataset: Path) -> None:
+    batch = next(iter(loader(dataset)))
+    assert set(batch.history.features) == {"item_id", "timestamp"}
+    assert set(batch.scalars) == {"user_id"}
+    narrow, wide = loader(dataset), loader(dataset, features=("rating",))
+    for each in (narrow, wide):
+        for _ in each:
+            pass
+    assert narrow.dataset.bytes_read < wide.dataset.bytes_read
+
+
+def test_long_histories_keep_their_most_recent_events(dataset: Path, table: pa.Table) -> None:
+    for batch in loader(dataset, max_history=4):
+        offsets = batch.history.offsets.tolist()
+        for i, row in enumerate(ids(batch)):
+            assert batch.history["timestamp"][offsets[i] : offsets[i + 1]].tolist() == table["timestamp"][row].as_py()[-4:]
+
+
+@pytest.mark.parametrize(("split", "time"), [("last", 0), ("time", 150_004)])
+def test_training_never_sees_what_evaluation_asks_for(dataset: Path, table: pa.Table, split: str, time: int) -> None:
+    config = {"split": split, "split_time": time, "order": "log"}
+    train, test = loader(dataset, **config), loader(dataset, part="test", **config)
+    held_out = 0
+    for seen, asked in zip(train, test, strict=True):
+        assert ids(seen) == ids(asked)
+        assert seen.targets is None
+        assert asked.targets is not None
+        assert torch.equal(seen.history["timestamp"], asked.history["timestamp"])
+        for i, row in enumerate(ids(seen)):
+            before = seen.history["timestamp"][seen.history.offsets[i] : seen.history.offsets[i + 1]].tolist()
+            after = asked.targets["timestamp"][asked.targets.offsets[i] : asked.targets.offsets[i + 1]].tolist()
+            assert before + after == table["timestamp"][row].as_py()
+            if split == "last":
+                assert len(after) == 1
+            else:
+                assert all(t < time for t in before)
+                assert all(t >= time for t in after)
+            held_out += len(after)
+    assert held_out == (300 if split == "last" else sum(t >= time for row in table["timestamp"].to_pylist() for t in row))
+
+
+def test_a_cut_by_time_puts_the_moment_itself_into_evaluation() -> None:
+    begin, end = np.array([0, 3]), np.array([3, 5])
+    cut = Split("time", time=20).cut(begin, end, np.array([10, 20, 30, 40, 50]))
+    assert cut.tolist() == [1, 3]
+
+
+def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) -> None:
+    table = histories([5] * 40, items=100)
+    write_dataset(tmp_path / "new", table, rows_per_group=8, items=60)
+    source = loader(tmp_path / "new", oov_rows=4, order="log")
+    got = torch.cat([batch.history["item_id"] for batch in source]).numpy()
+    raw = table["item_id"].combine_chunks().flatten().to_numpy()
+    known = raw < 60
+    assert np.array_equal(got[known], raw[known])
+    assert set(got[~known]) <= {60, 61, 62, 63}
+    assert len(set(got[~known])) == 4
+    assert source.unknown_items == (~known).sum()
+    assert source.known.rows == 64
+    assert "mapped to 4 shared rows" in " ".join(source.report())
+    again = KnownItems(60, 4).fold(raw)[0]
+    assert np.array_equal(again, got), "one id, one row, always"
+
+
+def test_rows_that_follow_each_other_are_not_copied(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "one", histories([3] * 64), rows_per_group=64)
+    batches = list(loader(tmp_path / "one", order="log", shards=1))
+    first = batches[0].history["item_id"]
+    step = first.numel() * first.element_size()
+    starts = [batch.history["item_id"].data_ptr() for batch in batches]
+    assert starts == [starts[0] + i * step for i in range(len(batches))], "slices of one decoded buffer"
+
+
+def test_lists_of_smaller_integers_are_widened_and_scalars_kept(tmp_path: Path) -> None:
+    table = histories([2, 3, 1])
+    table = table.set_column(1, "item_id", lists([2, 3, 1], [1, 2, 3, 4, 5, 6], pa.int32()))
+    write_dataset(tmp_path / "narrow", table, rows_per_group=2)
+    batch = next(iter(loader(tmp_path / "narrow", order="log")))
+    assert batch.history["item_id"].dtype == torch.int64
+    assert batch.history["item_id"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_consumer_that_stops_early_leaves_no_thread(dataset: Path) -> None:
+    import threading
+
+    before = threading.active_count()
+    for _ in range(5):
+        for _batch in loader(dataset, workers=3):
+            break
+    assert threading.active_count() == before

@@ -1,0 +1,123 @@
+"""Promise: a data set is whole or not there, is read once however many ranks read it, and from any address."""
+
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from freescale.data import manifest, synthetic, writer
+from freescale.data.parquet import Dataset
+from freescale.errors import DataError
+from tests.support import histories, ids, loader, write_dataset
+
+
+class CountingFileSystem(LocalFileSystem):
+    """A local file system that counts what is read through it."""
+
+    protocol = "counted"
+    read = 0
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: object) -> bytes:
+        data = super().cat_file(path, start=start, end=end, **kwargs)
+        CountingFileSystem.read += len(data)
+        return data
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("counted://"))
+
+
+@pytest.mark.parametrize(("preset", "users"), [("ml1m", 6000), ("heavy", 6000), ("kuairand", 200)])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(tmp_path: Path, preset: synthetic.Preset, users: int, ranks: int) -> None:
+    fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
+    synthetic.write(tmp_path / "data", preset, users=users)
+    size = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
+    CountingFileSystem.read = 0
+    claimed = rows = 0
+    for rank in range(ranks):
+        one = loader(f"counted://{tmp_path}/data", rank=rank, ranks=ranks, global_batch=512)
+        rows += sum(len(batch) for batch in one)
+        claimed += one.dataset.bytes_read
+    assert rows == users
+    assert CountingFileSystem.read <= 1.2 * size
+    assert claimed == CountingFileSystem.read, "and the loader's own count is true"
+
+
+def test_a_data_set_can_be_read_from_memory(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "data", histories([4] * 50), rows_per_group=8)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "data"), "/set", recursive=True)
+    assert sorted(sum((ids(batch) for batch in loader("memory://set", workers=2)), [])) == list(range(50))
+    memory.rm("/set", recursive=True)
+
+
+def test_files_without_a_manifest_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    table = histories([2] * 30)
+    pq.write_table(table.slice(0, 11), tmp_path / "a.parquet", row_group_size=4)
+    pq.write_table(table.slice(11), tmp_path / "b.parquet", row_group_size=6)
+    users = [u for batch in loader(tmp_path, order="log") for u in batch.scalars["user_id"].tolist()]
+    assert users == list(range(30))
+
+
+def test_row_groups_are_dealt_over_files_and_every_stripe_is_found_again(tmp_path: Path) -> None:
+    table = histories([1] * 1000)
+    made = write_dataset(tmp_path / "data", table, rows_per_group=3, groups_per_file=2)
+    assert len(made.stripes) == 3
+    assert [stripe.groups for stripe in made.stripes] == [128, 128, 78]
+    users = [u for batch in loader(tmp_path / "data", order="log") for u in batch.scalars["user_id"].tolist()]
+    assert users == list(range(1000))
+
+
+def test_a_data_set_that_ends_with_a_full_stripe_has_no_empty_one(tmp_path: Path) -> None:
+    made = write_dataset(tmp_path / "data", histories([1] * 128), rows_per_group=1, groups_per_file=1)
+    assert [stripe.rows for stripe in made.stripes] == [64, 64]
+
+
+def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks() -> None:
+    for rows, events in [(6_040, 1_000_209), (31_013, 287_107), (20_000, 190_000_000), (10**9, 10**11)]:
+        per_group = writer.rows_per_group(rows, events)
+        groups = rows / per_group
+        assert groups >= 64
+        assert per_group * 16 * events / rows <= 600_000
+    assert writer.rows_per_group(10**9, 10**11) * 16 * 100 > 400_000
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), writer.new_folder(tmp_path / "data") as folder:
+        (folder / "part").write_text("half")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_data_set_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").touch()
+    with pytest.raises(DataError, match="not empty"), writer.new_folder(tmp_path / "data"):
+        pass
+    assert (tmp_path / "data" / "mine").exists()
+
+
+def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -> None:
+    made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, note='odd "name" \u00e9')
+    raw = manifest.dump(made)
+    assert manifest.parse(raw, "here") == made
+    for damaged in (raw[:-5], raw.replace(b"20", b"21", 1), b"[]", b"", b'{"freescale": 99, "data": {}}', b"\xff\xfe"):
+        with pytest.raises(DataError, match="manifest"):
+            manifest.parse(damaged, "here")
+
+
+def test_our_pages_carry_checksums_and_foreign_files_without_are_named(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "ours", histories([3] * 9), rows_per_group=4)
+    pq.write_table(histories([3] * 9), _new(tmp_path / "plain") / "x.parquet")
+    pq.write_table(histories([3] * 9), _new(tmp_path / "careful") / "y.parquet", write_page_checksum=True)
+    assert Dataset(str(tmp_path / "ours")).unchecked_files() == []
+    assert Dataset(str(tmp_path / "plain")).unchecked_files() == ["x.parquet"]
+    assert Dataset(str(tmp_path / "careful")).unchecked_files() == []
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
