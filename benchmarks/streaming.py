@@ -17,7 +17,9 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 COLUMNS = ["user_id", "item_id", "timestamp"]
 
@@ -29,7 +31,7 @@ def scan(path: str) -> int:
     return sum(batch.num_rows for batch in ds.dataset(files, format="parquet").to_batches(columns=COLUMNS))
 
 
-def stream(path: str, order: str, workers: int) -> int:
+def stream(path: str, order: Any, workers: int) -> int:
     from freescale.config import DataConfig
     from freescale.data.loader import Loader
 
@@ -40,7 +42,6 @@ def stream(path: str, order: str, workers: int) -> int:
 def measure(what: str, path: str, order: str, workers: int) -> dict[str, float]:
     """Run one measurement in this process and report rows, seconds and the growth of resident memory."""
     import psutil
-    import pyarrow.dataset
     import torch  # noqa: F401  both sides import both, so that the bare process is the same
 
     import freescale.data.loader  # noqa: F401
@@ -74,7 +75,7 @@ def compare(preset: str, path: str, order: str, workers: int, repeats: int) -> d
     theirs = [a["rows"] / a["seconds"] for a, _ in pairs]
     ours = [b["rows"] / b["seconds"] for _, b in pairs]
     ratios = [b / a for a, b in zip(theirs, ours, strict=True)]
-    again = [b / a for a, b in zip(theirs, theirs[1:], strict=False)]
+    again = [b / a for a, b in pairwise(theirs)]
     return {
         "preset": preset,
         "order": order,
@@ -102,7 +103,7 @@ def main() -> None:
 
     from freescale.data import synthetic
 
-    mean_length = {"kuairand": 9_300, "ml1m": 173, "heavy": 157}
+    mean_length: dict[synthetic.Preset, int] = {"kuairand": 9_300, "ml1m": 173, "heavy": 157}
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for preset, mean in mean_length.items():
@@ -115,7 +116,9 @@ def main() -> None:
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     if options.out:
         command = f"python benchmarks/streaming.py --events {options.events} --repeats {options.repeats}"
-        options.out.write_text(json.dumps({"command": command, "machine": machine, "results": results}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"command": command, "machine": machine, "results": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -46,8 +46,17 @@ def write_dataset(path: Path, table: pa.Table, *, rows_per_group: int, items: in
         return writer.write(folder, [table], rows_per_group=rows_per_group, items=items, **options)
 
 
-def loader(path: Path | str, *, seed: int = 7, rank: int = 0, ranks: int = 1, part: Any = "train", **config: Any) -> Loader:
-    options = {"global_batch": 16, "shards": 64, "workers": 0, "split": "none", "max_history": 10**6, **config}
+def loader(
+    path: Path | str, *, seed: int = 7, rank: int = 0, ranks: int = 1, part: Any = "train", **config: Any
+) -> Loader:
+    options: dict[str, Any] = {
+        "global_batch": 16,
+        "shards": 64,
+        "workers": 0,
+        "split": "none",
+        "max_history": 10**6,
+        **config,
+    }
     return Loader(DataConfig(path=str(path), **options), seed=seed, rank=rank, ranks=ranks, part=part)
 
 

@@ -24,7 +24,7 @@ _HOMES = {
     "ModelConfig": "freescale.config.schema",
     "RunConfig": "freescale.config.schema",
 }
-__all__ = list(_HOMES)  # noqa: PLE0604  one list of names, not two
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

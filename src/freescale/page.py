@@ -1,6 +1,6 @@
 """Self-contained pages: HTML with inline SVG, no script, no network. Every text from outside is escaped here.
 
-Charts are drawn by hand because they are few and must open offline on any machine; a plotting library would bring megabytes.
+Charts are drawn by hand because they are few and must open offline on any machine; a library would bring megabytes.
 """
 
 import html
@@ -13,7 +13,8 @@ _WIDTH, _HEIGHT = 640, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 16, 52
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2530; background: #fff; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2530; background: #fff; }
+body { max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 p.lead { color: #4a5563; margin-top: 0; }
 table { border-collapse: collapse; } th, td { padding: 0.25rem 0.9rem 0.25rem 0; text-align: right; }
@@ -74,7 +75,9 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis) -> str:
         if len(points) <= 32:
             for (px, py), a, b in zip(points, one.x, one.y, strict=True):
                 tip = f"{one.name}: {frame.x_text(a)}, {frame.y_text(b)}"
-                marks.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{colour}"><title>{_text(tip)}</title></circle>')
+                marks.append(
+                    f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{colour}"><title>{_text(tip)}</title></circle>'
+                )
     return frame.draw("".join(marks), [one.name for one in series] if len(series) > 1 else [])
 
 
@@ -87,8 +90,8 @@ def histogram(edges: Sequence[float], counts: Sequence[float], x: Axis, y: Axis)
         left, right, top = frame.px(low), frame.px(high), frame.py(count)
         tip = f"{frame.x_text(low)} to {frame.x_text(high)}: {frame.y_text(count)}"
         bars.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, right - left - 1):.1f}" height="{max(0.0, floor - top):.1f}" '
-            f'fill="{COLOURS[0]}"><title>{_text(tip)}</title></rect>'
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, right - left - 1):.1f}" '
+            f'height="{max(0.0, floor - top):.1f}" fill="{COLOURS[0]}"><title>{_text(tip)}</title></rect>'
         )
     return frame.draw("".join(bars), [])
 
@@ -130,9 +133,13 @@ class _Frame:
             parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{self.y_text(tick)}</text>')
         parts.append(marks)
         parts.append(f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>')
-        parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{_text(self._x.label)}</text>')
+        parts.append(
+            f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{_text(self._x.label)}</text>'
+        )
         middle = (_TOP + floor) / 2
-        parts.append(f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">{_text(self._y.label)}</text>')
+        parts.append(
+            f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">{_text(self._y.label)}</text>'
+        )
         for row, (colour, name) in enumerate(zip(COLOURS, legend, strict=False)):
             top = _TOP + 8 + 18 * row
             parts.append(f'<rect x="{_LEFT + 12}" y="{top}" width="12" height="12" fill="{colour}"/>')
@@ -150,7 +157,9 @@ def _limits(values: Sequence[float], log: bool, *, from_zero: bool) -> tuple[flo
 
 
 def _scale(low: float, high: float, log: bool, begin: float, end: float) -> Callable[[float], float]:
-    bend = (lambda v: math.log10(max(v, low))) if log else (lambda v: v)
+    def bend(value: float) -> float:
+        return math.log10(max(value, low)) if log else value
+
     span = bend(high) - bend(low) or 1.0
     return lambda value: begin + (end - begin) * (bend(value) - bend(low)) / span
 
@@ -159,7 +168,12 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         steps = (1,) if len(powers) > 2 else (1, 2, 5)
-        return [m * 10.0**p for p in range(powers.start - 1, powers.stop) for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
+        return [
+            m * 10.0**p
+            for p in range(powers.start - 1, powers.stop)
+            for m in steps
+            if low * 0.999 <= m * 10.0**p <= high * 1.001
+        ]
     raw = (high - low) / 5
     size = 10 ** math.floor(math.log10(raw))
     size *= next(m for m in (1, 2, 5, 10) if m * size >= raw)

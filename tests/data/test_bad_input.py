@@ -39,15 +39,24 @@ def as_lists() -> list[list[int]]:
 ROW_FAULTS = {
     "null or holds a null": replaced("item_id", pa.array(with_value(as_lists(), BAD, None))),
     "user_id is null": replaced("user_id", pa.array(with_value(list(range(8)), BAD, None), pa.int64())),
-    "item_id is null or holds a null": replaced("item_id", lists(LENGTHS, with_value(sum(as_lists(), []), FIRST + 2, None), pa.int64())),
+    "item_id is null or holds a null": replaced(
+        "item_id", lists(LENGTHS, with_value(sum(as_lists(), []), FIRST + 2, None), pa.int64())
+    ),
     "the history is empty": replaced("item_id", pa.array(with_value(as_lists(), BAD, []), pa.list_(pa.int64()))),
     "negative id": replaced("item_id", lists(LENGTHS, with_value(sum(as_lists(), []), FIRST + 3, -7))),
-    "timestamp and item_id have unequal lengths": replaced("timestamp", pa.array(with_value(
-        histories(LENGTHS)["timestamp"].to_pylist(), BAD, [1, 2]), pa.list_(pa.int64()))),
+    "timestamp and item_id have unequal lengths": replaced(
+        "timestamp",
+        pa.array(with_value(histories(LENGTHS)["timestamp"].to_pylist(), BAD, [1, 2]), pa.list_(pa.int64())),
+    ),
     "goes back in time": replaced("timestamp", lists(LENGTHS, with_value(TIMES, FIRST + 4, 0), pa.int64())),
-    "label_click and candidate_id have unequal lengths": replaced("label_click", pa.array(with_value(
-        histories(LENGTHS, candidates=True)["label_click"].to_pylist(), BAD, [1, 0, 1, 0]), pa.list_(pa.int64()))),
-}  # fmt: skip
+    "label_click and candidate_id have unequal lengths": replaced(
+        "label_click",
+        pa.array(
+            with_value(histories(LENGTHS, candidates=True)["label_click"].to_pylist(), BAD, [1, 0, 1, 0]),
+            pa.list_(pa.int64()),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", ROW_FAULTS)
@@ -82,7 +91,10 @@ def test_an_absurdly_long_history_is_taken_for_a_fault(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
-    pq.write_table(histories(LENGTHS).rename_columns(["user_id", "itemid", "timestamp", "rating", "age"]), tmp_path / "x.parquet")
+    pq.write_table(
+        histories(LENGTHS).rename_columns(["user_id", "itemid", "timestamp", "rating", "age"]),
+        tmp_path / "x.parquet",
+    )
     with pytest.raises(DataError, match="'item_id' is missing") as caught:
         Dataset(str(tmp_path))
     assert "'itemid'" in caught.value.remedy

@@ -36,7 +36,10 @@ def test_every_feature_of_a_sample_travels_with_it(dataset: Path, table: pa.Tabl
         offered = batch.candidates.offsets.tolist()
         for i, row in enumerate(ids(batch)):
             for name in ("item_id", "timestamp", "rating"):
-                assert batch.history[name][offsets[i] : offsets[i + 1]].tolist() == table[name][row].as_py(), (name, row)
+                assert batch.history[name][offsets[i] : offsets[i + 1]].tolist() == table[name][row].as_py(), (
+                    name,
+                    row,
+                )
             for name in ("candidate_id", "label_click"):
                 assert batch.candidates[name][offered[i] : offered[i + 1]].tolist() == table[name][row].as_py()
             assert batch.scalars["age"][i] == table["age"][row].as_py()
@@ -60,7 +63,9 @@ def test_long_histories_keep_their_most_recent_events(dataset: Path, table: pa.T
     for batch in loader(dataset, max_history=4):
         offsets = batch.history.offsets.tolist()
         for i, row in enumerate(ids(batch)):
-            assert batch.history["timestamp"][offsets[i] : offsets[i + 1]].tolist() == table["timestamp"][row].as_py()[-4:]
+            assert (
+                batch.history["timestamp"][offsets[i] : offsets[i + 1]].tolist() == table["timestamp"][row].as_py()[-4:]
+            )
 
 
 @pytest.mark.parametrize(("split", "time"), [("last", 0), ("time", 150_004)])
@@ -83,7 +88,9 @@ def test_training_never_sees_what_evaluation_asks_for(dataset: Path, table: pa.T
                 assert all(t < time for t in before)
                 assert all(t >= time for t in after)
             held_out += len(after)
-    assert held_out == (300 if split == "last" else sum(t >= time for row in table["timestamp"].to_pylist() for t in row))
+    assert held_out == (
+        300 if split == "last" else sum(t >= time for row in table["timestamp"].to_pylist() for t in row)
+    )
 
 
 def test_a_cut_by_time_puts_the_moment_itself_into_evaluation() -> None:

@@ -20,12 +20,14 @@ RANKS = (1, 2, 3, 4, 8, 64)
 KINDS = st.sampled_from(["shuffle", "log"])
 
 
-def epoch_of(order: Order, ranks: int) -> list[list[int]]:
-    """Sample ids in the order of the epoch, per rank."""
+def epoch_of(order: Order, ranks: int) -> list[list[tuple[int, int]]]:
+    """Positions of the epoch and the sample at each, per rank."""
     found = []
     for rank in range(ranks):
         shares = [order.share(window, rank=rank, ranks=ranks) for window in range(order.windows)]
-        found.append([pair for share in shares for pair in zip(share.position.tolist(), share.sample_id.tolist(), strict=True)])
+        found.append(
+            [pair for share in shares for pair in zip(share.position.tolist(), share.sample_id.tolist(), strict=True)]
+        )
     return found
 
 
@@ -77,7 +79,11 @@ def test_an_epoch_is_a_permutation_of_the_log_and_ranks_only_divide_it(
 
 def test_every_epoch_and_every_seed_has_another_order() -> None:
     layout = Layout.of([16] * 40)
-    orders = {tuple(s for _, s in epoch_of(Order(layout, "shuffle", 8, seed, epoch), 1)[0]) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(s for _, s in epoch_of(Order(layout, "shuffle", 8, seed, epoch), 1)[0])
+        for seed in range(3)
+        for epoch in range(3)
+    }
     assert len(orders) == 9
 
 

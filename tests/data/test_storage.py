@@ -1,6 +1,7 @@
 """Promise: a data set is whole or not there, is read once however many ranks read it, and from any address."""
 
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ class CountingFileSystem(LocalFileSystem):
     protocol = "counted"
     read = 0
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: object) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
         data = super().cat_file(path, start=start, end=end, **kwargs)
         CountingFileSystem.read += len(data)
         return data
@@ -31,7 +32,9 @@ class CountingFileSystem(LocalFileSystem):
 
 @pytest.mark.parametrize(("preset", "users"), [("ml1m", 6000), ("heavy", 6000), ("kuairand", 200)])
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(tmp_path: Path, preset: synthetic.Preset, users: int, ranks: int) -> None:
+def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(
+    tmp_path: Path, preset: synthetic.Preset, users: int, ranks: int
+) -> None:
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
     synthetic.write(tmp_path / "data", preset, users=users)
     size = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
@@ -86,9 +89,13 @@ def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks()
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), writer.new_folder(tmp_path / "data") as folder:
-        (folder / "part").write_text("half")
-        raise ZeroDivisionError
+    def fail_in_the_middle() -> None:
+        with writer.new_folder(tmp_path / "data") as folder:
+            (folder / "part").write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_middle()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +111,14 @@ def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -
     made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, note='odd "name" \u00e9')
     raw = manifest.dump(made)
     assert manifest.parse(raw, "here") == made
-    for damaged in (raw[:-5], raw.replace(b"20", b"21", 1), b"[]", b"", b'{"freescale": 99, "data": {}}', b"\xff\xfe"):
+    for damaged in (
+        raw[:-5],
+        raw.replace(b"20", b"21", 1),
+        b"[]",
+        b"",
+        b'{"freescale": 99, "data": {}}',
+        b"\xff\xfe",
+    ):
         with pytest.raises(DataError, match="manifest"):
             manifest.parse(damaged, "here")
 

@@ -1,8 +1,8 @@
 """The work of a sample, from its length and its candidates. Pure: numpy and nothing else.
 
-Counted in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for every sample,
-so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C candidates sees
-the history and itself, which adds C (L + 1).
+Counted in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for every
+sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
+candidates sees the history and itself, which adds C (L + 1).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,14 @@ class Cost:
     power: float | None = None
 
     @staticmethod
-    def hstu(*, dim: int, layers: int = 1, heads: int = 1, attention_dim: int | None = None, linear_dim: int | None = None) -> "Cost":
+    def hstu(
+        *,
+        dim: int,
+        layers: int = 1,
+        heads: int = 1,
+        attention_dim: int | None = None,
+        linear_dim: int | None = None,
+    ) -> "Cost":
         """HSTU: one projection to U, V, Q, K, pointwise attention, one projection back."""
         query = heads * (attention_dim or dim // heads)
         value = heads * (linear_dim or dim // heads)
@@ -31,7 +38,7 @@ class Cost:
 
     @staticmethod
     def sasrec(*, dim: int, layers: int = 1, hidden_dim: int | None = None) -> "Cost":
-        """SASRec: Q, K, V and output projections, softmax attention, a two-layer feed-forward. Heads only divide dim."""
+        """SASRec: Q, K, V and output projections, softmax attention, two feed-forward layers. Heads only divide dim."""
         hidden = hidden_dim or dim
         return Cost(token=layers * (4 * dim * dim + 2 * dim * hidden), pair=layers * 2 * dim)
 

@@ -25,7 +25,7 @@ class Imbalance:
     straggler_share: float
     """Share of the time that a rank waits for the slowest one, with random batches."""
     best_share: float
-    """The same when samples are placed as well as can be: only a single sample above the mean load still makes others wait."""
+    """The same with samples placed as well as can be: only one sample above the mean load still makes others wait."""
 
     @property
     def recoverable_share(self) -> float:

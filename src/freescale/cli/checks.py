@@ -1,7 +1,7 @@
-"""The checks behind `freescale doctor`. Each looks at one thing and gives findings; none imports torch into this process.
+"""The checks behind `freescale doctor`. Each looks at one thing and gives findings; none imports torch here.
 
-First what package metadata says, because a wrong set often cannot even be imported; then what a child process meets when it
-really loads torch, FBGEMM and gloo; TorchRec comes last, and only when nothing before it was at fault.
+First what package metadata says, because a wrong set often cannot even be imported; then what a child process meets
+when it really loads torch, FBGEMM and gloo; TorchRec comes last, and only when nothing before it was at fault.
 """
 
 import base64
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 TORCH, FBGEMM, TORCHREC, TORCHMETRICS, NCCL = "2.13.0", "1.8.0", "1.8.0", "1.0.3", "2.29.7"
 _SMALL_DEPENDENCIES = ("tensordict", "pyre-extensions", "tqdm")
@@ -59,15 +59,20 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_torch(target: Target) -> Iterator[Finding]:
+def check_torch(_target: Target) -> Iterator[Finding]:
     """Torch is there, in the minor that everything else is built for."""
     version = installed("torch")
     mend = f"pip install torch=={TORCH}"
     if version is None:
         yield Finding("torch", "fault", "torch is not installed", "training needs it", mend)
     elif _minor(version) != _minor(TORCH):
-        yield Finding("torch", "fault", f"torch {version} instead of {TORCH}",
-                      "FBGEMM's and TorchRec's binaries load with one minor of torch only", mend)  # fmt: skip
+        yield Finding(
+            "torch",
+            "fault",
+            f"torch {version} instead of {TORCH}",
+            "FBGEMM's and TorchRec's binaries load with one minor of torch only",
+            mend,
+        )
     else:
         yield Finding("torch", "ok", f"torch {version}")
 
@@ -77,43 +82,81 @@ def check_fbgemm(target: Target) -> Iterator[Finding]:
     clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {target.fbgemm}=={FBGEMM}"
     found = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
     if len(found) > 1:
-        yield Finding("fbgemm", "fault", "the CUDA and the CPU build of FBGEMM are both installed",
-                      "they share their file names, so each has overwritten parts of the other", clean)  # fmt: skip
+        yield Finding(
+            "fbgemm",
+            "fault",
+            "the CUDA and the CPU build of FBGEMM are both installed",
+            "they share their file names, so each has overwritten parts of the other",
+            clean,
+        )
         return
     if not found:
         yield Finding("fbgemm", "fault", f"{target.fbgemm} is not installed", "it holds the embedding tables", clean)
         return
     name, version = found[0], installed(found[0])
     if target.device == "cuda" and name != target.fbgemm:
-        yield Finding("fbgemm", "fault", f"{name} is installed, but cuda needs {target.fbgemm}", "it has no GPU kernels", clean)
+        yield Finding(
+            "fbgemm",
+            "fault",
+            f"{name} is installed, but cuda needs {target.fbgemm}",
+            "it has no GPU kernels",
+            clean,
+        )
     elif _minor(str(version)) != _minor(FBGEMM):
-        yield Finding("fbgemm", "fault", f"{name} {version} does not load with torch {installed('torch')}",
-                      f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}", clean)  # fmt: skip
+        yield Finding(
+            "fbgemm",
+            "fault",
+            f"{name} {version} does not load with torch {installed('torch')}",
+            f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}",
+            clean,
+        )
     elif changed := _changed_files(name):
-        yield Finding("fbgemm", "fault", f"files of {name} are not its own: {changed[0]}" + _and_more(changed),
-                      "another package, usually the other FBGEMM build, was installed over them", clean)  # fmt: skip
+        yield Finding(
+            "fbgemm",
+            "fault",
+            f"files of {name} are not its own: {changed[0]}" + _and_more(changed),
+            "another package, usually the other FBGEMM build, was installed over them",
+            clean,
+        )
     else:
         yield Finding("fbgemm", "ok", f"{name} {version}")
 
 
-def check_torchrec(target: Target) -> Iterator[Finding]:
+def check_torchrec(_target: Target) -> Iterator[Finding]:
     """TorchRec and what it needs, without what its metadata asks for too much."""
     version = installed("torchrec")
     if version is None or _minor(version) != _minor(TORCHREC):
         what = "torchrec is not installed" if version is None else f"torchrec {version} instead of {TORCHREC}"
-        yield Finding("torchrec", "fault", what, "it shards the tables; --no-deps keeps it from replacing FBGEMM",
-                      f"pip install --no-deps torchrec=={TORCHREC}")  # fmt: skip
+        yield Finding(
+            "torchrec",
+            "fault",
+            what,
+            "it shards the tables; --no-deps keeps it from replacing FBGEMM",
+            f"pip install --no-deps torchrec=={TORCHREC}",
+        )
     else:
         yield Finding("torchrec", "ok", f"torchrec {version}")
     missing = [name for name in _SMALL_DEPENDENCIES if installed(name) is None]
     if missing:
-        yield Finding("torchrec", "fault", f"{', '.join(missing)} not installed", "torchrec imports them",
-                      f"pip install {' '.join(missing)}")  # fmt: skip
+        yield Finding(
+            "torchrec",
+            "fault",
+            f"{', '.join(missing)} not installed",
+            "torchrec imports them",
+            f"pip install {' '.join(missing)}",
+        )
     metrics = installed("torchmetrics")
     if metrics != TORCHMETRICS:
-        what = "torchmetrics is not installed" if metrics is None else f"torchmetrics {metrics} instead of {TORCHMETRICS}"
-        yield Finding("torchmetrics", "fault", what, "TorchRec's metrics import with other versions and then fail in mid-run",
-                      f"pip install torchmetrics=={TORCHMETRICS}")  # fmt: skip
+        what = (
+            "torchmetrics is not installed" if metrics is None else f"torchmetrics {metrics} instead of {TORCHMETRICS}"
+        )
+        yield Finding(
+            "torchmetrics",
+            "fault",
+            what,
+            "TorchRec's metrics import with other versions and then fail in mid-run",
+            f"pip install torchmetrics=={TORCHMETRICS}",
+        )
     else:
         yield Finding("torchmetrics", "ok", f"torchmetrics {metrics}")
 
@@ -122,19 +165,30 @@ def check_nccl_package(target: Target) -> Iterator[Finding]:
     """The NCCL beside a CUDA torch is the one it was built with."""
     if target.device != "cuda":
         return
-    packages = [dist.metadata["Name"] for dist in metadata.distributions() if dist.metadata["Name"].startswith("nvidia-nccl")]
+    packages = [
+        dist.metadata["Name"] for dist in metadata.distributions() if dist.metadata["Name"].startswith("nvidia-nccl")
+    ]
     for name in sorted(set(packages)):
         if (version := installed(name)) != NCCL:
-            yield Finding("nccl", "fault", f"{name} {version} instead of {NCCL}",
-                          f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives",
-                          f"pip install {name}=={NCCL}")  # fmt: skip
+            yield Finding(
+                "nccl",
+                "fault",
+                f"{name} {version} instead of {NCCL}",
+                f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives",
+                f"pip install {name}=={NCCL}",
+            )
 
 
-def check_shared_memory(target: Target) -> Iterator[Finding]:
+def check_shared_memory(_target: Target) -> Iterator[Finding]:
     """Room for buffers that ranks of one host share."""
     if not _SHM.is_dir():
-        yield Finding("shared memory", "fault", f"{_SHM} is missing", "ranks of one host exchange data through it",
-                      f"mount -t tmpfs -o size=8g tmpfs {_SHM}")  # fmt: skip
+        yield Finding(
+            "shared memory",
+            "fault",
+            f"{_SHM} is missing",
+            "ranks of one host exchange data through it",
+            f"mount -t tmpfs -o size=8g tmpfs {_SHM}",
+        )
         return
     free = shutil.disk_usage(_SHM).free
     status: Status = "ok" if free >= _SHM_LOW else "warning" if free >= _SHM_LEAST else "fault"
@@ -143,7 +197,7 @@ def check_shared_memory(target: Target) -> Iterator[Finding]:
     yield Finding("shared memory", status, f"{free / 2**20:,.0f} MiB free in {_SHM}", why, remedy)
 
 
-def check_file_limit(target: Target) -> Iterator[Finding]:
+def check_file_limit(_target: Target) -> Iterator[Finding]:
     """Enough file descriptors for part files and one socket per peer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     status: Status = "ok" if soft >= _FILES_LOW else "warning" if soft >= _FILES_LEAST else "fault"
@@ -151,17 +205,30 @@ def check_file_limit(target: Target) -> Iterator[Finding]:
     yield Finding("file descriptors", status, f"limit of {soft:,}", why, "" if status == "ok" else "ulimit -n 65536")
 
 
-def check_gloo_interface(target: Target) -> Iterator[Finding]:
+def check_gloo_interface(_target: Target) -> Iterator[Finding]:
     """The interface that gloo was told to use exists."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     present = [name for _, name in socket.if_nameindex()]
     for name in names:
         if name not in present:
-            yield Finding("gloo", "fault", f"GLOO_SOCKET_IFNAME names '{name}', which does not exist",
-                          f"interfaces here: {', '.join(present)}", "unset GLOO_SOCKET_IFNAME, or name one of them")  # fmt: skip
+            yield Finding(
+                "gloo",
+                "fault",
+                f"GLOO_SOCKET_IFNAME names '{name}', which does not exist",
+                f"interfaces here: {', '.join(present)}",
+                "unset GLOO_SOCKET_IFNAME, or name one of them",
+            )
 
 
-STATIC = (check_torch, check_fbgemm, check_torchrec, check_nccl_package, check_gloo_interface, check_shared_memory, check_file_limit)
+STATIC = (
+    check_torch,
+    check_fbgemm,
+    check_torchrec,
+    check_nccl_package,
+    check_gloo_interface,
+    check_shared_memory,
+    check_file_limit,
+)
 
 
 def check_by_loading(target: Target) -> Iterator[Finding]:
@@ -169,28 +236,49 @@ def check_by_loading(target: Target) -> Iterator[Finding]:
     seen = _run_child(_LOAD)
     torch = seen.get("torch")
     if torch is None:
-        yield Finding("torch", "fault", "torch does not import", seen["died"], f"pip install --force-reinstall torch=={TORCH}")
+        yield Finding(
+            "torch",
+            "fault",
+            "torch does not import",
+            seen["died"],
+            f"pip install --force-reinstall torch=={TORCH}",
+        )
         return
     if target.device == "cuda":
         yield from _gpu(torch)
     if (fbgemm := seen.get("fbgemm")) != "ok":
-        yield Finding("fbgemm", "fault", "FBGEMM does not load", fbgemm or seen["died"],
-                      f"pip install --force-reinstall --no-deps {target.fbgemm}=={FBGEMM}")  # fmt: skip
+        yield Finding(
+            "fbgemm",
+            "fault",
+            "FBGEMM does not load",
+            fbgemm or seen["died"],
+            f"pip install --force-reinstall --no-deps {target.fbgemm}=={FBGEMM}",
+        )
     if (gloo := seen.get("gloo", "not reached")) == "ok":
         yield Finding("gloo", "ok", "a gloo group can be made")
     elif gloo != "not reached":
-        yield Finding("gloo", "fault", "a gloo group cannot be made", gloo,
-                      "export GLOO_SOCKET_IFNAME=lo   (or the interface that the hosts share)")  # fmt: skip
+        yield Finding(
+            "gloo",
+            "fault",
+            "a gloo group cannot be made",
+            gloo,
+            "export GLOO_SOCKET_IFNAME=lo   (or the interface that the hosts share)",
+        )
 
 
-def check_torchrec_imports(target: Target) -> Iterator[Finding]:
+def check_torchrec_imports(_target: Target) -> Iterator[Finding]:
     """The last check: TorchRec itself."""
     seen = _run_child(_TORCHREC)
     if seen.get("torchrec") == "ok":
         yield Finding("torchrec", "ok", "torchrec imports, with its metrics")
     else:
-        yield Finding("torchrec", "fault", "torchrec does not import", seen.get("torchrec") or seen["died"],
-                      f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}")  # fmt: skip
+        yield Finding(
+            "torchrec",
+            "fault",
+            "torchrec does not import",
+            seen.get("torchrec") or seen["died"],
+            f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}",
+        )
 
 
 def has_gpu_driver() -> bool:
@@ -198,7 +286,7 @@ def has_gpu_driver() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
-def _gpu(torch: dict[str, object]) -> Iterator[Finding]:
+def _gpu(torch: dict[str, Any]) -> Iterator[Finding]:
     build = f"pip install --force-reinstall torch=={TORCH}   (the CUDA build)"
     if torch["nccl"] is None:
         yield Finding("nccl", "fault", f"torch {torch['version']} has no NCCL", "it is a CPU build", build)
@@ -207,8 +295,13 @@ def _gpu(torch: dict[str, object]) -> Iterator[Finding]:
     else:
         yield Finding("nccl", "ok", f"NCCL {torch['nccl']}")
     if not torch["gpus"]:
-        yield Finding("gpu", "fault", "no GPU is visible", "no driver, no device, or CUDA_VISIBLE_DEVICES hides them",
-                      "nvidia-smi   (must list the GPUs; else train with --device cpu)")  # fmt: skip
+        yield Finding(
+            "gpu",
+            "fault",
+            "no GPU is visible",
+            "no driver, no device, or CUDA_VISIBLE_DEVICES hides them",
+            "nvidia-smi   (must list the GPUs; else train with --device cpu)",
+        )
     else:
         yield Finding("gpu", "ok", f"{torch['gpus']} GPUs")
 
@@ -225,7 +318,8 @@ try:
 except Exception as error: say(fbgemm=(str(error) or type(error).__name__).splitlines()[0])
 try:
     import torch.distributed as dist
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=10))
+    soon = datetime.timedelta(seconds=10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=soon)
     dist.all_reduce(torch.ones(1))
     say(gloo="ok")
 except Exception as error: say(gloo=(str(error) or type(error).__name__).splitlines()[0])
@@ -241,13 +335,13 @@ print("CHECK " + json.dumps({"torchrec": what}), flush=True)
 """
 
 
-def _run_child(code: str) -> dict[str, object]:
+def _run_child(code: str) -> dict[str, Any]:
     """Run code that reports what it met; `died` says how it ended when something is missing from that."""
     try:
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
         return {"died": "no answer within 180 s"}
-    seen: dict[str, object] = {}
+    seen: dict[str, Any] = {}
     for line in ended.stdout.splitlines():
         if line.startswith("CHECK "):
             seen |= json.loads(line.removeprefix("CHECK "))
@@ -262,7 +356,11 @@ def _changed_files(name: str) -> list[str]:
         if file.hash is None or not file.parts[0].startswith("fbgemm_gpu") or file.suffix not in (".so", ".py"):
             continue
         path = Path(str(file.locate()))
-        if not path.is_file() or (file.size is not None and path.stat().st_size != file.size) or _digest(path) != file.hash.value:
+        if (
+            not path.is_file()
+            or (file.size is not None and path.stat().st_size != file.size)
+            or _digest(path) != file.hash.value
+        ):
             changed.append(str(file))
     return changed
 

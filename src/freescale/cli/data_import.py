@@ -61,13 +61,24 @@ def run(argv: Sequence[str], prog: str) -> int:
     *sources, target = options.paths
     quarantine = Quarantine(options.on_bad, target.with_name(f"{target.name}.quarantine.jsonl"))
     with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
-        columns = importers.Columns(options.user, options.item, None if options.time == "none" else options.time, options.features)
-        style = importers.CsvStyle(options.separator, "" if options.quote == "none" else options.quote, options.encoding)
-        events = importers.open_log(options.format, sources, Path(scratch), quarantine=quarantine, columns=columns, style=style)
+        columns = importers.Columns(
+            options.user, options.item, None if options.time == "none" else options.time, options.features
+        )
+        style = importers.CsvStyle(
+            options.separator, "" if options.quote == "none" else options.quote, options.encoding
+        )
+        events = importers.open_log(
+            options.format, sources, Path(scratch), quarantine=quarantine, columns=columns, style=style
+        )
         done = histories.write(
-            events, target, Path(scratch), log_name=", ".join(s.name for s in sources), quarantine=quarantine,
-            vocabulary=options.vocabulary, memory=options.memory_mb << 20,
-        )  # fmt: skip
+            events,
+            target,
+            Path(scratch),
+            log_name=", ".join(s.name for s in sources),
+            quarantine=quarantine,
+            vocabulary=options.vocabulary,
+            memory=options.memory_mb << 20,
+        )
     if quarantine.rows:
         notice(quarantine.summary())
     if done.unknown_events:

@@ -24,6 +24,7 @@ from freescale.errors import DataError, UsageError
 from freescale.log import notice
 
 _TOP = (0.001, 0.01, 0.1)
+_MODEL = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Options:
     """Samples per rank and step."""
     max_history: int = 1_000_000
     """Histories are taken as cut to this length."""
-    model: ModelConfig = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
+    model: ModelConfig = _MODEL
     """Whose cost is taken."""
     on_bad: Literal["stop", "skip"] = "stop"
     """stop at the first unusable row, or skip: count them and write them to quarantine.jsonl."""
@@ -83,7 +84,9 @@ def _say_what_was_seen(dataset: Dataset) -> None:
         notice(dataset.quarantine.summary())
     unchecked = dataset.unchecked_files()
     if unchecked:
-        notice(f"{len(unchecked)} files carry no page checksums ({unchecked[0]} first): a flipped bit in them cannot be seen")
+        notice(
+            f"{len(unchecked)} files without page checksums ({unchecked[0]} first): flipped bits cannot be seen there"
+        )
 
 
 def _figures(options: Options, dataset: Dataset, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
@@ -112,15 +115,22 @@ def _length_rows(found: Profile) -> list[list[str]]:
 
 
 def _popularity_rows(found: Profile) -> list[list[str]]:
-    return [[f"top {100 * share:g}% of the items", f"{100 * found.top_share(share):.1f}% of the events"] for share in _TOP]
+    return [
+        [f"top {100 * share:g}% of the items", f"{100 * found.top_share(share):.1f}% of the events"] for share in _TOP
+    ]
 
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
     return [
-        [f"{b.ranks:,}", f"{b.max_over_mean:.3f}", f"{100 * b.straggler_share:.1f}%", f"{100 * b.best_share:.1f}%",
-         f"{100 * b.recoverable_share:.1f}%"]
+        [
+            f"{b.ranks:,}",
+            f"{b.max_over_mean:.3f}",
+            f"{100 * b.straggler_share:.1f}%",
+            f"{100 * b.best_share:.1f}%",
+            f"{100 * b.recoverable_share:.1f}%",
+        ]
         for b in bubbles
-    ]  # fmt: skip
+    ]
 
 
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
@@ -140,7 +150,9 @@ def _print(options: Options, found: Profile, bubbles: list[Imbalance]) -> None:
             table.add_row(*row)
         console.print(table)
 
-    console.print(f"{options.path}: {found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items")
+    console.print(
+        f"{options.path}: {found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
+    )
     show("events per history", ["quantile", "events"], _length_rows(found))
     show("popularity", ["items", "share"], _popularity_rows(found))
     show(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
@@ -163,25 +175,34 @@ def _page(options: Options, found: Profile, bubbles: list[Imbalance]) -> str:
         f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items",
         page.section(
             "Bubbles of random batches",
-            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left when samples "
-            "are placed as well as can be.",
+            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left "
+            "when samples are placed as well as can be.",
             page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
             page.line_chart(
-                [page.Series("random batches", ranks, [b.straggler_share for b in bubbles]),
-                 page.Series("placed at best", ranks, [b.best_share for b in bubbles])],
+                [
+                    page.Series("random batches", ranks, [b.straggler_share for b in bubbles]),
+                    page.Series("placed at best", ranks, [b.best_share for b in bubbles]),
+                ],
                 page.Axis("ranks", log=len(ranks) > 1),
                 page.Axis("time spent waiting", percent=True),
             ),
         ),
         page.section(
-            "Lengths", "How many histories have how many events.", page.table(["quantile", "events"], _length_rows(found)),
-            page.histogram(edges.tolist(), counts.tolist(), page.Axis("events in a history", log=True), page.Axis("histories")),
-        ),
-        page.section(
-            "Popularity", "Events per item, most popular first.", page.table(["items", "share"], _popularity_rows(found)),
-            page.line_chart(
-                [page.Series("items", places.tolist(), popularity[places - 1].tolist())],
-                page.Axis("item, by popularity", log=True), page.Axis("events", log=True),
+            "Lengths",
+            "How many histories have how many events.",
+            page.table(["quantile", "events"], _length_rows(found)),
+            page.histogram(
+                edges.tolist(), counts.tolist(), page.Axis("events in a history", log=True), page.Axis("histories")
             ),
         ),
-    )  # fmt: skip
+        page.section(
+            "Popularity",
+            "Events per item, most popular first.",
+            page.table(["items", "share"], _popularity_rows(found)),
+            page.line_chart(
+                [page.Series("items", places.tolist(), popularity[places - 1].tolist())],
+                page.Axis("item, by popularity", log=True),
+                page.Axis("events", log=True),
+            ),
+        ),
+    )

@@ -39,8 +39,12 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.users < 1 or options.items < 1 or options.seed < 0:
         raise UsageError("--users and --items must be at least 1 and --seed 0 or more", remedy=f"see {prog} --help")
     made = synthetic.write(
-        options.target, options.preset, users=options.users, catalogue=options.items, popularity=options.popularity,
+        options.target,
+        options.preset,
+        users=options.users,
+        catalogue=options.items,
+        popularity=options.popularity,
         seed=options.seed,
-    )  # fmt: skip
+    )
     sys.stdout.write(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events\n")
     return 0

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from freescale.errors import FreeScaleError, UsageError, nearest
 
@@ -17,10 +17,6 @@ class Command(NamedTuple):
 
     module: str
     summary: str
-
-
-class _Runnable(Protocol):
-    def run(self, argv: Sequence[str], prog: str) -> int: ...
 
 
 COMMANDS = {
@@ -62,8 +58,7 @@ def _dispatch(words: list[str]) -> int:
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in COMMANDS:
-            command: _Runnable = importlib.import_module(COMMANDS[name].module)
-            return command.run(words[length:], f"freescale {name}")
+            return importlib.import_module(COMMANDS[name].module).run(words[length:], f"freescale {name}")
     group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{words[0]} ")}
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
         sys.stdout.write(_help(group))
@@ -77,9 +72,16 @@ def _help(commands: dict[str, Command] | None = None) -> str:
     width = max(map(len, shown))
     lines = [f"  freescale {name:<{width}}  {command.summary}" for name, command in shown.items()]
     return "\n".join(
-        ["FreeScale: training sequence recommendation models without bubbles.", "", *lines, "",
-         "Add --help to a command for its options.", _EXIT_CODES, ""]
-    )  # fmt: skip
+        [
+            "FreeScale: training sequence recommendation models without bubbles.",
+            "",
+            *lines,
+            "",
+            "Add --help to a command for its options.",
+            _EXIT_CODES,
+            "",
+        ]
+    )
 
 
 def _red(text: str) -> str:

@@ -93,7 +93,9 @@ def _literal(value: object) -> str:
     if isinstance(value, str):
         # TOML's basic strings know these escapes; every other control character needs its code point.
         named = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-        return '"' + "".join(named.get(c) or (c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in value) + '"'
+        return (
+            '"' + "".join(named.get(c) or (c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in value) + '"'
+        )
     if isinstance(value, tuple):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
     return repr(value)
@@ -126,8 +128,9 @@ class _Reader:
             return self.read(kind, value, path)  # type: ignore[arg-type]
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
-                raise self._error(f"{'.'.join(path)} = {value!r} is not one of its values", path,
-                                  nearest(str(value), get_args(kind)))  # fmt: skip
+                raise self._error(
+                    f"{'.'.join(path)} = {value!r} is not one of its values", path, nearest(str(value), get_args(kind))
+                )
             return value
         if get_origin(kind) is tuple:
             if not isinstance(value, list):
@@ -136,8 +139,9 @@ class _Reader:
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
-            raise self._mistyped(path, value, {int: "a whole number", float: "a number", str: "a string",
-                                               bool: "true or false"}[kind])  # fmt: skip
+            raise self._mistyped(
+                path, value, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+            )
         return value
 
     def _mistyped(self, path: tuple[str, ...], value: object, wanted: str) -> ConfigError:
@@ -157,7 +161,10 @@ class _Reader:
                 here = (*table, *_keys(assignment.group(1)))
             else:
                 continue
-            shared = next((i for i, (a, b) in enumerate(zip(here, path, strict=False)) if a != b), min(len(here), len(path)))
+            shared = next(
+                (i for i, (a, b) in enumerate(zip(here, path, strict=False)) if a != b),
+                min(len(here), len(path)),
+            )
             if shared == len(here) and shared > depth:  # the deepest line that leads to the key
                 best, depth = number, shared
         return best

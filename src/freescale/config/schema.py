@@ -49,8 +49,12 @@ class DataConfig:
         for name in ("global_batch", "shards", "max_history", "longest", "oov_rows", "prefetch"):
             _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
         _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
-        _require(self.split != "time" or self.split_time > 0, "data.split_time", self.split_time,
-                 'above 0 when data.split = "time"')  # fmt: skip
+        _require(
+            self.split != "time" or self.split_time > 0,
+            "data.split_time",
+            self.split_time,
+            'above 0 when data.split = "time"',
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

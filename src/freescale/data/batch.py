@@ -5,6 +5,7 @@ This is the door from numpy to torch; everything under it in this room works wit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,5 +71,5 @@ def _events(pieces: Sequence[Packed]) -> Events:
     return Events(torch.from_numpy(np.cumsum(lengths)), {n: _tensor([p.features[n] for p in pieces]) for n in names})
 
 
-def _tensor(pieces: Sequence[NDArray[np.generic]]) -> torch.Tensor:
+def _tensor(pieces: Sequence[NDArray[Any]]) -> torch.Tensor:
     return torch.from_dlpack(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))

@@ -1,12 +1,13 @@
 """What a history row is, and what makes one unusable.
 
 A row holds `user_id`, `item_id: list<int64>`, `timestamp: list<int64>`, further features that are either lists of the
-same length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` (and `candidate_*`) lists of its length.
-Knows Arrow and numpy, but no files and no torch.
+same length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` and `candidate_*` lists of its
+length. Knows Arrow and numpy, but no files and no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +37,7 @@ class Kind:
 class Column:
     """Values of one column: one per row, or `offsets` say which belong to which row."""
 
-    values: NDArray[np.generic]
+    values: NDArray[Any]
     offsets: NDArray[np.int64] | None = None
 
     @property
@@ -64,10 +65,11 @@ class Group:
     def unreadable(rows: int, kinds: Mapping[str, Kind]) -> "Group":
         """Stand in for a group that could not be read: the right number of rows, none of them usable."""
         columns = {
-            name: Column(np.empty(0, kind.dtype), np.zeros(rows + 1, np.int64)) if kind.listed
+            name: Column(np.empty(0, kind.dtype), np.zeros(rows + 1, np.int64))
+            if kind.listed
             else Column(np.zeros(rows, kind.dtype))
             for name, kind in kinds.items()
-        }  # fmt: skip
+        }
         return Group(columns, np.zeros(rows, dtype=bool))
 
 
@@ -96,7 +98,9 @@ def _kind(field: pa.Field, place: Place) -> Kind:
         "timestamp": ("list<int64>", listed and pa.types.is_integer(kind)),
         CANDIDATE: ("list<int64>", listed and pa.types.is_integer(kind)),
     }
-    default = ("a list of numbers", listed and number) if is_candidate(field.name) else ("numbers or lists of them", number)
+    default = (
+        ("a list of numbers", listed and number) if is_candidate(field.name) else ("numbers or lists of them", number)
+    )
     wanted, right = rules.get(field.name, default)
     if not right:
         raise DataError(
@@ -121,7 +125,9 @@ def decode(table: pa.Table, *, longest: int, report: Report) -> Group:
             usable[row] = False
             report(row, kind, what)
     if not usable.all():  # emptied, so that all columns of a row agree again on where it begins
-        columns = {name: column if column.offsets is None else _emptied(column, usable) for name, column in columns.items()}
+        columns = {
+            name: column if column.offsets is None else _emptied(column, usable) for name, column in columns.items()
+        }
     return Group(columns, usable)
 
 
@@ -135,15 +141,19 @@ def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
     if history.min(initial=1) < 1:
         yield "empty", "the history is empty", history == 0
     if history.max(initial=0) > longest:
-        yield "too long", f"a history of up to {history.max():,} events, above longest = {longest:,}", history > longest
+        yield (
+            "too long",
+            f"a history of up to {history.max():,} events, above longest = {longest:,}",
+            history > longest,
+        )
     for name in ("item_id", CANDIDATE):
         if name in columns and columns[name].values.min(initial=0) < 0:
             yield "negative id", f"{name} holds a negative id", _any(columns[name], columns[name].values < 0)
     for name, column in columns.items():
         if column.offsets is not None:
             leader = CANDIDATE if is_candidate(name) else "item_id"
-            if not np.array_equal(column.offsets, columns[leader].offsets):
-                unequal = column.lengths != columns[leader].lengths
+            unequal = column.lengths != columns[leader].lengths
+            if unequal.any():
                 yield "unequal lists", f"{name} and {leader} have unequal lengths", unequal
     yield from _out_of_order(columns["timestamp"])
 
@@ -154,7 +164,11 @@ def _out_of_order(time: Column) -> Iterator[Fault]:
     inner = begin[(begin > 0) & (begin < len(time.values))]
     back[inner - 1] = False  # the first event of a row follows nothing
     if back.any():
-        yield "not in time order", "timestamp goes back in time inside the history", _any(time, np.append(False, back))
+        yield (
+            "not in time order",
+            "timestamp goes back in time inside the history",
+            _any(time, np.append(False, back)),
+        )
 
 
 def _emptied(column: Column, usable: NDArray[np.bool_]) -> Column:
@@ -186,7 +200,7 @@ def _to_numpy(chunked: pa.ChunkedArray) -> tuple[Column, NDArray[np.bool_] | Non
     return column, nulls
 
 
-def _numbers(array: pa.Array) -> NDArray[np.generic]:
+def _numbers(array: pa.Array) -> NDArray[Any]:
     if array.null_count:
         array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
     values = array.to_numpy(zero_copy_only=False)

@@ -163,6 +163,6 @@ class Cursor:
             if name not in ("epoch", "step") and state[name] != mine:
                 raise ConfigError(
                     f"the saved cursor counts on {name} = {state[name]!r}, this run has {mine!r}",
-                    remedy=f"resume with {name} = {state[name]!r}, or start the data from the beginning without the cursor",
+                    remedy=f"resume with {name} = {state[name]!r}, or start the data from its beginning",
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])

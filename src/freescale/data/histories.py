@@ -1,13 +1,14 @@
 """Events, in any order and larger than memory, into a data set of histories sorted by time.
 
-Events are first dealt into buckets by a hash of their user, so that all of a user's are in one bucket and one bucket fits
-in memory. Each bucket becomes histories. These are then gathered in ranges of the time of their last event, which
-gives the log order in which a production system would have written them. A log that fits takes the same path with one bucket.
+Events are first dealt into buckets by a hash of their user, so that all of a user's are in one bucket and one bucket
+fits in memory. Each bucket becomes histories. These are then gathered in ranges of the time of their last event, which
+gives the order in which a production system would have logged them. A log that fits goes the same way in one bucket.
 """
 
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import polars as pl
@@ -36,9 +37,15 @@ class Imported:
 
 
 def write(
-    events: pl.LazyFrame, target: str | Path, scratch: Path, *, log_name: str, quarantine: Quarantine,
-    vocabulary: Path | None = None, memory: int = 1 << 30,
-) -> Imported:  # fmt: skip
+    events: pl.LazyFrame,
+    target: str | Path,
+    scratch: Path,
+    *,
+    log_name: str,
+    quarantine: Quarantine,
+    vocabulary: Path | None = None,
+    memory: int = 1 << 30,
+) -> Imported:
     """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set.
 
     `memory` bounds, in bytes, what sorting may hold.
@@ -48,15 +55,29 @@ def write(
         with writer.new_folder(target) as folder:
             return _Import(events, folder, scratch, log_name, quarantine, memory).run(known)
     except FileNotFoundError as error:
-        raise DataError("there is no vocabulary here", where=str(vocabulary), remedy="give the folder of an imported data set") from error
+        raise DataError(
+            "there is no vocabulary here",
+            where=str(vocabulary),
+            remedy="give the folder of an imported data set",
+        ) from error
     except (pl.exceptions.PolarsError, pa.ArrowException) as error:
-        raise DataError(f"the log cannot be read: {reason(error)}", where=log_name, remedy="check its format and encoding") from error
+        raise DataError(
+            f"the log cannot be read: {reason(error)}", where=log_name, remedy="check its format and encoding"
+        ) from error
 
 
 class _Import:
     """The steps of one import, in order."""
 
-    def __init__(self, events: pl.LazyFrame, folder: Path, scratch: Path, log_name: str, quarantine: Quarantine, memory: int) -> None:
+    def __init__(
+        self,
+        events: pl.LazyFrame,
+        folder: Path,
+        scratch: Path,
+        log_name: str,
+        quarantine: Quarantine,
+        memory: int,
+    ) -> None:
         self._events, self._folder, self._scratch = events, folder, scratch
         self._log_name, self._quarantine, self._memory = log_name, quarantine, memory
 
@@ -85,7 +106,12 @@ class _Import:
             for row in batch.iter_rows(named=True):
                 missing = ", ".join(name for name in names if row[name] is None)
                 place = Place(self._log_name, row=row["order"])
-                self._quarantine.bad(place, "incomplete event", f"{missing} missing or not of its type", remedy="mend that line")
+                self._quarantine.bad(
+                    place,
+                    "incomplete event",
+                    f"{missing} missing or not of its type",
+                    remedy="mend that line",
+                )
         self._events = self._events.filter(~broken)
 
     def _keys(self, column: str) -> pl.DataFrame:
@@ -96,14 +122,18 @@ class _Import:
     def _use_numbers(self, column: str, numbers: pl.DataFrame) -> None:
         """Replace keys by their numbers."""
         named = numbers.lazy().select(pl.col("key").alias(column), pl.col("number").cast(pl.Int64))
-        self._events = self._events.join(named, on=column, how="left").with_columns(pl.col("number").alias(column)).drop("number")
+        self._events = (
+            self._events.join(named, on=column, how="left").with_columns(pl.col("number").alias(column)).drop("number")
+        )
 
     def _histories(self, buckets: int) -> list[Path]:
         """Group each bucket's events into histories, ordered by the time of their last event."""
         parts = self._scratch / "buckets"
         parts.mkdir()
         by_user = (pl.col("user_id").hash() % buckets).alias("bucket")
-        self._events.sink_parquet(pl.PartitionBy(parts, key={"bucket": by_user}, include_key=False), compression="lz4", mkdir=True)
+        self._events.sink_parquet(
+            pl.PartitionBy(parts, key={"bucket": by_user}, include_key=False), compression="lz4", mkdir=True
+        )
         written = []
         for number, bucket in enumerate(sorted(path for path in parts.iterdir())):
             histories = _group(pl.read_parquet(bucket / "*.parquet" if bucket.is_dir() else bucket))
@@ -131,13 +161,19 @@ def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFram
         return seen, seen.select("key").with_row_index("number"), 0
     if seen["key"].dtype != known["key"].dtype:
         kinds = f"{seen['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
-        raise DataError(f"the item keys have other types: {kinds}", remedy="give the vocabulary that belongs to this log")
+        raise DataError(
+            f"the item keys have other types: {kinds}", remedy="give the vocabulary that belongs to this log"
+        )
     fresh = seen.join(known, on="key", how="anti")
     behind = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in fresh["key"]]
-    numbers = pl.concat([
-        known.select("key").with_row_index("number").cast({"number": pl.Int64}),
-        pl.DataFrame({"number": behind, "key": fresh["key"]}, schema={"number": pl.Int64, "key": fresh["key"].dtype}),
-    ])  # fmt: skip
+    numbers = pl.concat(
+        [
+            known.select("key").with_row_index("number").cast({"number": pl.Int64}),
+            pl.DataFrame(
+                {"number": behind, "key": fresh["key"]}, schema={"number": pl.Int64, "key": fresh["key"].dtype}
+            ),
+        ]
+    )
     return known, numbers, int(fresh["count"].sum())
 
 
@@ -146,7 +182,7 @@ def _save(keys: pl.DataFrame, path: Path) -> None:
 
 
 def _group(events: pl.DataFrame) -> pl.DataFrame:
-    """Histories of one bucket. Events of one moment keep the order of the log; without time that order is all there is."""
+    """Histories of one bucket. Events of one moment keep the order of the log; without time it is all there is."""
     if "timestamp" in events.columns:
         timed = events.sort("user_id", "timestamp", "order").with_columns(last="timestamp")
     else:
@@ -163,7 +199,7 @@ def _group(events: pl.DataFrame) -> pl.DataFrame:
 
 def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Table]:
     edges: list[int | None] = [None, *sorted(set(cuts)), None]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         inside = pl.lit(True)
         if low is not None:
             inside &= pl.col("last") >= low
@@ -176,6 +212,7 @@ def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Tabl
 def _plain_lists(table: pa.Table) -> pa.Table:
     """Polars hands out 64-bit list offsets; Parquet readers everywhere expect plain lists."""
     fields = [
-        pa.field(f.name, pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type) for f in table.schema
+        pa.field(f.name, pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type)
+        for f in table.schema
     ]
     return table.cast(pa.schema(fields)) if table.num_rows else pa.schema(fields).empty_table()

@@ -1,8 +1,8 @@
 """Public data sets and plain event logs, opened as one lazy table of events.
 
-Every format ends in the same columns: `user_id`, `item_id` (the log's own keys), `timestamp` (where the log has a time),
-`order` (where the event stood in the log), and numeric features. Text logs are first streamed into a Parquet file of
-strings by Arrow, whose CSV reader reports every line that it cannot split; nothing may get lost without a word.
+Every format ends in the same columns: `user_id`, `item_id` (the log's own keys), `timestamp` (where the log has a
+time), `order` (where the event stood in the log), and numeric features. Text logs are first streamed into a Parquet
+file of strings by Arrow, whose CSV reader reports every line that it cannot split; nothing may get lost without a word.
 """
 
 import io
@@ -62,9 +62,14 @@ class Job:
 
 
 def open_log(
-    name: str, sources: Sequence[Path], scratch: Path, *, quarantine: Quarantine, columns: Columns | None = None,
+    name: str,
+    sources: Sequence[Path],
+    scratch: Path,
+    *,
+    quarantine: Quarantine,
+    columns: Columns | None = None,
     style: CsvStyle | None = None,
-) -> pl.LazyFrame:  # fmt: skip
+) -> pl.LazyFrame:
     """Open a log in a named format."""
     if name not in FORMATS:
         raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
@@ -131,7 +136,9 @@ def _read_text(job: Job, style: CsvStyle, *, names: Sequence[str] = (), member: 
     return pl.scan_parquet(files)
 
 
-def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str], place: Place, quarantine: Quarantine) -> None:
+def _to_parquet(
+    source: Path, target: Path, style: CsvStyle, names: Sequence[str], place: Place, quarantine: Quarantine
+) -> None:
     ragged: list[csv.InvalidRow] = []
 
     def set_aside(row: csv.InvalidRow) -> str:
@@ -140,16 +147,26 @@ def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str
 
     parse = csv.ParseOptions(delimiter=style.separator, quote_char=style.quote or False, invalid_row_handler=set_aside)
     # One thread: only then does Arrow know the number of a bad line.
-    read = csv.ReadOptions(use_threads=False, encoding=style.encoding, column_names=list(names) or _header(source, style, parse))
+    read = csv.ReadOptions(
+        use_threads=False, encoding=style.encoding, column_names=list(names) or _header(source, style, parse)
+    )
     read.skip_rows = 0 if names else 1
     convert = csv.ConvertOptions(column_types=dict.fromkeys(read.column_names, pa.string()), strings_can_be_null=True)
-    with _open_text(source) as stream, csv.open_csv(stream, read, parse, convert) as text:
-        with pq.ParquetWriter(target, text.schema, compression="lz4") as out:
-            for batch in text:
-                out.write_batch(batch)
+    with (
+        _open_text(source) as stream,
+        csv.open_csv(stream, read, parse, convert) as text,
+        pq.ParquetWriter(target, text.schema, compression="lz4") as out,
+    ):
+        for batch in text:
+            out.write_batch(batch)
     for row in ragged:
         what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
-        quarantine.bad(replace(place, row=row.number), "malformed line", what, remedy="mend that line, or give the right --separator and --quote")
+        quarantine.bad(
+            replace(place, row=row.number),
+            "malformed line",
+            what,
+            remedy="mend that line, or give the right --separator and --quote",
+        )
 
 
 def _header(source: Path, style: CsvStyle, parse: csv.ParseOptions) -> list[str]:
@@ -226,10 +243,16 @@ def _member(source: Path, name: str, scratch: Path) -> Path:
         with zipfile.ZipFile(source) as archive:
             found = [entry for entry in archive.namelist() if entry.rsplit("/", 1)[-1] == name]
             if not found:
-                raise DataError(f"the archive holds no {name}", where=str(source), remedy="check that it is the right download")
+                raise DataError(
+                    f"the archive holds no {name}",
+                    where=str(source),
+                    remedy="check that it is the right download",
+                )
             target = scratch / f"unpacked-{name}"
             with archive.open(found[0]) as packed, target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
             return target
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise DataError(f"the archive cannot be read: {error}", where=str(source), remedy="download it again") from error
+        raise DataError(
+            f"the archive cannot be read: {error}", where=str(source), remedy="download it again"
+        ) from error

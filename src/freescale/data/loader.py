@@ -26,14 +26,20 @@ from freescale.errors import ConfigError
 class Loader:
     """Iterate to get the rest of the current epoch, one batch a step; iterate again for the next epoch.
 
-    Every rank yields the same number of batches. `state_dict` is the position behind the last batch that was yielded, and
-    fits any number of ranks and workers.
+    Every rank yields the same number of batches. `state_dict` is the position behind the last batch that was yielded,
+    and fits any number of ranks and workers.
     """
 
     def __init__(
-        self, config: DataConfig, *, seed: int, rank: int = 0, ranks: int = 1, part: Literal["train", "test"] = "train",
+        self,
+        config: DataConfig,
+        *,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        part: Literal["train", "test"] = "train",
         quarantine_file: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if ranks > config.shards:
             raise ConfigError(
                 f"data.shards = {config.shards} cannot feed {ranks} ranks: each shard is read by one rank",
@@ -76,12 +82,14 @@ class Loader:
         """Say what was set aside or mapped to shared rows so far."""
         lines = [self.dataset.quarantine.summary()]
         if self.unknown_items:
-            lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, mapped to {self.known.oov_rows} shared rows")
+            shared = f"mapped to {self.known.oov_rows} shared rows"
+            lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, {shared}")
         return [line for line in lines if line]
 
     def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
         """Cut windows into steps."""
-        epoch, held, upto = self.cursor.epoch, [], 0
+        epoch, upto = self.cursor.epoch, 0
+        held: list[Window] = []
         for step in range(self.cursor.step, self.cursor.steps):
             begin, end = self.cursor.span(step)
             while upto < end:
@@ -100,8 +108,9 @@ class Loader:
         windows = order.windows_in(cursor.span(cursor.step)[0], cursor.samples)
         shares = (order.share(window, rank=self._rank, ranks=self._ranks) for window in windows)
         for window, (share, groups) in zip(windows, self._read(shares, pool), strict=True):
-            prepared, unknown = prepare(share, groups, self.dataset.columns, split=self._split,
-                                        max_history=config.max_history, known=self.known)  # fmt: skip
+            prepared, unknown = prepare(
+                share, groups, self.dataset.columns, split=self._split, max_history=config.max_history, known=self.known
+            )
             self.unknown_items += unknown
             yield order.start_of(window + 1), prepared
 

@@ -78,7 +78,11 @@ def dump(manifest: Manifest) -> bytes:
     """Write the manifest with its own checksum."""
     # Every rank reads this, so it is kept to some 25 bytes a file: names follow from the numbers.
     stripes = [
-        [stripe.rows, stripe.rows_per_group, [[file.size, file.footer_size, file.footer_crc] for file in stripe.files]]
+        [
+            stripe.rows,
+            stripe.rows_per_group,
+            [[file.size, file.footer_size, file.footer_crc] for file in stripe.files],
+        ]
         for stripe in manifest.stripes
     ]
     body = {"stripes": stripes, "events": manifest.events, "items": manifest.items, "note": manifest.note}
@@ -99,7 +103,11 @@ def parse(raw: bytes, where: str) -> Manifest:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
     if version != VERSION:
-        raise DataError(f"the manifest has version {version!r}, this package reads {VERSION}", where=where, remedy=_REWRITE)
+        raise DataError(
+            f"the manifest has version {version!r}, this package reads {VERSION}",
+            where=where,
+            remedy=_REWRITE,
+        )
     raise DataError("the manifest is damaged: its checksum does not match", where=where, remedy=_REWRITE)
 
 

@@ -1,7 +1,7 @@
 """Row groups of a data set, read one at a time from any fsspec address.
 
-Only the bytes of the asked columns travel: ranges are read exactly, without a file system's own read-ahead, because what
-is read once per rank too often multiplies with the ranks. Safe to call from several threads.
+Only the bytes of the asked columns travel: ranges are read exactly, without a file system's own read-ahead, because
+what every rank reads too much of multiplies with the ranks. Safe to call from several threads.
 """
 
 import mmap
@@ -31,8 +31,14 @@ _FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
 class Dataset:
     """Histories in Parquet: files of ours with a manifest, or anyone's without."""
 
-    def __init__(self, address: str, *, features: Sequence[str] = (), longest: int = 1_000_000,
-                 quarantine: Quarantine | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        address: str,
+        *,
+        features: Sequence[str] = (),
+        longest: int = 1_000_000,
+        quarantine: Quarantine | None = None,
+    ) -> None:
         self.address = address
         self.quarantine = quarantine or Quarantine()
         self.bytes_read = 0
@@ -59,7 +65,9 @@ class Dataset:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
         except Exception as error:  # Arrow raises many kinds on damaged bytes; none may reach the user bare
             what = error.what if isinstance(error, DataError) else reason(error)
-            self.quarantine.bad(Place(file.name, index), "unreadable", what, remedy=_FETCH_AGAIN, rows=rows, cause=error)
+            self.quarantine.bad(
+                Place(file.name, index), "unreadable", what, remedy=_FETCH_AGAIN, rows=rows, cause=error
+            )
             return Group.unreadable(rows, self.columns)
 
         def report(row: int, kind: str, what: str) -> None:
@@ -76,9 +84,9 @@ class Dataset:
     def _read_table(self, file: File, index: int) -> pa.Table:
         """Fetch the bytes of the asked columns first and decode them from memory.
 
-        Arrow reads at absolute offsets of the file, so the bytes are laid out at theirs in a mapping as long as the file, of
-        which only the touched pages exist. Handing Arrow a Python file instead would take the interpreter lock at
-        every read, and wait for it while a step is being launched.
+        Arrow reads at absolute offsets of the file, so the bytes are laid out at theirs in a mapping as long as the
+        file, of which only the touched pages exist. Handing Arrow a Python file instead would take the interpreter
+        lock at every read, and wait for it while a step is being launched.
         """
         metadata = self._footer(file)
         image = mmap.mmap(-1, file.size)
@@ -109,7 +117,8 @@ class Dataset:
         return manifest.parse(raw, path)
 
     def _from_manifest(self, found: Manifest) -> "tuple[list[_Stripe], Layout]":
-        stripes, first = [], 0
+        stripes: list[_Stripe] = []
+        first = 0
         for stripe in found.stripes:
             stripes.append(_Stripe(first, stripe.files))
             first += stripe.groups
@@ -121,12 +130,15 @@ class Dataset:
             found = sorted(self._fs.glob(f"{self._root}/*.parquet"))
             sizes = [self._fs.size(path) for path in found]
         except OSError as error:
-            raise DataError(reason(error), where=self.address, remedy="check the address and its permissions") from error
+            raise DataError(
+                reason(error), where=self.address, remedy="check the address and its permissions"
+            ) from error
         if not found:
             raise DataError(
-                "no Parquet files here", where=self.address,
-                remedy="make some with `freescale data import` or `freescale data synth`, or give the folder that holds them",
-            )  # fmt: skip
+                "no Parquet files here",
+                where=self.address,
+                remedy="make some with `freescale data import` or `freescale data synth`, or give their folder",
+            )
         stripes: list[_Stripe] = []
         counts: list[int] = []
         for path, size in zip(found, sizes, strict=True):
@@ -148,7 +160,11 @@ class Dataset:
                 except DataError:  # reported when, and if, a group of that file is read
                     continue
                 return columns.choose(schema, features, Place(file.name))
-        raise DataError("no file here has a readable footer", where=self.address, remedy="fetch or write the data set again")
+        raise DataError(
+            "no file here has a readable footer",
+            where=self.address,
+            remedy="fetch or write the data set again",
+        )
 
     def _locate(self, group: int) -> tuple[File, int]:
         low, high = 0, len(self._stripes) - 1
@@ -169,11 +185,19 @@ class Dataset:
                 raise DataError("the file is cut short or is not Parquet", where=place, remedy=_FETCH_AGAIN)
             (footer_size,) = struct.unpack("<I", tail[:4])
             if footer_size > size - 12:
-                raise DataError("the footer is damaged: it claims to be longer than the file", where=place, remedy=_FETCH_AGAIN)
+                raise DataError(
+                    "the footer is damaged: it claims to be longer than the file",
+                    where=place,
+                    remedy=_FETCH_AGAIN,
+                )
             footer = self._read_range(file, size - 8 - footer_size, size - 8)
         except OSError as error:
             raise DataError(reason(error), where=place, remedy=_FETCH_AGAIN) from error
-        if self.manifest and (size, footer_size, zlib.crc32(footer)) != (file.size, file.footer_size, file.footer_crc):
+        if self.manifest and (size, footer_size, zlib.crc32(footer)) != (
+            file.size,
+            file.footer_size,
+            file.footer_crc,
+        ):
             raise DataError("the footer is not the one that was written", where=place, remedy=_FETCH_AGAIN)
         try:
             return pq.read_metadata(pa.BufferReader(_MAGIC + footer + tail))
@@ -229,7 +253,8 @@ def _open_address(address: str) -> tuple[Any, str]:
         fs, root = fsspec.core.url_to_fs(address)
     except (ValueError, ImportError, OSError) as error:
         raise DataError(
-            f"the address cannot be opened: {reason(error)}", where=address,
+            f"the address cannot be opened: {reason(error)}",
+            where=address,
             remedy="give a local folder or an fsspec address such as s3://bucket/folder, with its package installed",
-        ) from error  # fmt: skip
+        ) from error
     return fs, str(root).rstrip("/")

@@ -5,9 +5,12 @@ next power of two, walked until it lands below n. Written here rather than taken
 the order of a run must be the same under every version of every library. Pure: numpy and nothing else.
 """
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+_Round = Callable[[NDArray[np.uint64], int, NDArray[np.bool_]], NDArray[np.uint64]]
 _WEYL, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _ROUNDS = 6  # four already pass as random; six leave margin on the tiny domains that row groups give
@@ -50,7 +53,7 @@ class Permutation:
         """Which index came here."""
         return self._walk(index, reversed(range(_ROUNDS)), self._unround)
 
-    def _walk(self, index: ArrayLike, rounds, step) -> NDArray[np.int64]:  # type: ignore[no-untyped-def]
+    def _walk(self, index: ArrayLike, rounds: Iterable[int], step: _Round) -> NDArray[np.int64]:
         # A value that lands at or above n is sent through again. The orbit returns below n after fewer than two
         # passes on average, because the domain is less than twice n.
         rounds = list(rounds)

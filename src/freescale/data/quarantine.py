@@ -46,7 +46,16 @@ class Quarantine:
         """How many rows were set aside."""
         return sum(self.counts.values())
 
-    def bad(self, place: Place, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None) -> None:
+    def bad(
+        self,
+        place: Place,
+        kind: str,
+        what: str,
+        *,
+        remedy: str,
+        rows: int = 1,
+        cause: Exception | None = None,
+    ) -> None:
         """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
         if not self._skip:
             raise DataError(what, where=str(place), remedy=f"{remedy}, or go on without it: on_bad = skip") from cause
@@ -56,7 +65,13 @@ class Quarantine:
             self._seen.add(place)
             self.counts[kind] += rows
             if self._path:
-                line = {"file": place.file, "row_group": place.row_group, "row": place.row, "rows": rows, "what": what}
+                line = {
+                    "file": place.file,
+                    "row_group": place.row_group,
+                    "row": place.row,
+                    "rows": rows,
+                    "what": what,
+                }
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")

@@ -1,11 +1,11 @@
 """Where the history of a sample ends and what is held out begins. Pure.
 
-`last`: the last event of each user is held out. `time`: all events from a moment on. Training sees the events before the
-cut; evaluation sees the same and is asked for the events after it.
+`last`: the last event of each user is held out. `time`: all events from a moment on. Training sees the events before
+the cut; evaluation sees the same and is asked for the events after it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class Split:
         """Whether the events after the cut are wanted too."""
         return self.part == "test"
 
-    def cut(self, begin: Ints, end: Ints, timestamps: NDArray[np.generic]) -> Ints:
+    def cut(self, begin: Ints, end: Ints, timestamps: NDArray[Any]) -> Ints:
         """Where each row's held-out part begins; rows are [begin, end) of the packed timestamps, in time order."""
         if self.kind == "last":
             return np.maximum(begin, end - 1)

@@ -37,7 +37,8 @@ class Tally:
         parts = [(self.values, self.counts), *self._pending]
         self.values, back = np.unique(np.concatenate([v for v, _ in parts]), return_inverse=True)
         self.counts = np.bincount(back, np.concatenate([c for _, c in parts])).astype(np.int64)
-        self._pending, self._held = [], 0
+        self._pending.clear()
+        self._held = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def profile(dataset: Dataset, *, workers: int = 2) -> Profile:
     for group in _groups(dataset, workers):
         column = group.columns["item_id"]
         lengths.add(column.lengths[group.usable])
-        items.add(column.values)  # type: ignore[arg-type]
+        items.add(column.values)
         rows, events = rows + int(group.usable.sum()), events + len(column.values)
     lengths.settle()
     items.settle()

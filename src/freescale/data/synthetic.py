@@ -1,8 +1,8 @@
 """Made-up logs whose lengths and popularity are those of real ones, seeded, of any size.
 
-Lengths: `kuairand` is lognormal(8.93, 0.93) clipped at 21,000 and fits the published quantiles of KuaiRand-1K; `ml1m` is
-20 + lognormal(4.28, 1.23); `heavy` is Zipf 1.2 on [1, 4096]. Items: Zipf 0.7 as public logs have it, 1.05 as production
-logs do. Rows come in the order of their last event, as a log would.
+Lengths: `kuairand` is lognormal(8.93, 0.93) clipped at 21,000 and fits the published quantiles of KuaiRand-1K; `ml1m`
+is 20 + lognormal(4.28, 1.23); `heavy` is Zipf 1.2 on [1, 4096]. Items: Zipf 0.7 as public logs have it, 1.05 as
+production logs do. Rows come in the order of their last event, as a log would.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,13 @@ def items(count: int, catalogue: int, popularity: Popularity, rng: np.random.Gen
 
 
 def write(
-    target: str | Path, preset: Preset, *, users: int, catalogue: int = 100_000, popularity: Popularity = "public", seed: int = 0
+    target: str | Path,
+    preset: Preset,
+    *,
+    users: int,
+    catalogue: int = 100_000,
+    popularity: Popularity = "public",
+    seed: int = 0,
 ) -> Manifest:
     """Write a synthetic data set; memory holds about a million events at a time."""
     per_user = float(lengths(preset, _TRIAL, np.random.default_rng(seed)).mean())

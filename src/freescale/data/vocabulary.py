@@ -5,6 +5,7 @@ batch, ids outside it are folded into a few rows behind it by a hash, so that a 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ class KnownItems:
         """Table rows that a model needs."""
         return self.items + self.oov_rows
 
-    def fold(self, ids: NDArray[np.generic]) -> tuple[NDArray[np.generic], int]:
+    def fold(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
         """Map unknown ids to the shared rows, and count them. Known ids are not copied."""
         unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
         count = int(np.count_nonzero(unknown))

@@ -1,7 +1,7 @@
 """The samples of one window that one rank holds, packed in the order in which steps will take them.
 
-All the work on samples is done here, once a window: order, split, truncation, unknown items. A step is then a slice, and
-a slice costs nothing. Works on numpy, without torch.
+All the work on samples is done here, once a window: order, split, truncation, unknown items. A step is then a slice,
+and a slice costs nothing. Works on numpy, without torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from freescale.data.split import Split
 from freescale.data.vocabulary import KnownItems
 
 Ints = NDArray[np.int64]
-Values = NDArray[np.generic]
+Values = NDArray[Any]
 _LONG = 256
 
 
@@ -61,7 +61,13 @@ class Window:
 
 
 def prepare(
-    share: Share, groups: Sequence[Group], kinds: Mapping[str, Kind], *, split: Split, max_history: int, known: KnownItems
+    share: Share,
+    groups: Sequence[Group],
+    kinds: Mapping[str, Kind],
+    *,
+    split: Split,
+    max_history: int,
+    known: KnownItems,
 ) -> tuple[Window, int]:
     """Pack a rank's share of a window. Also gives the number of events whose item is outside the vocabulary."""
     usable = _end_to_end([group.usable for group in groups], bool)[share.source]
@@ -75,7 +81,11 @@ def prepare(
     window = Window(
         position=share.position[usable],
         sample_id=share.sample_id[usable],
-        scalars={n: _end_to_end([g.columns[n].values for g in groups], k.dtype)[rows] for n, k in kinds.items() if not k.listed},
+        scalars={
+            n: _end_to_end([g.columns[n].values for g in groups], k.dtype)[rows]
+            for n, k in kinds.items()
+            if not k.listed
+        },
         history=packer.pack(listed, np.maximum(begin, cut - max_history), cut),
         candidates=packer.pack(offered, *(edge[rows] for edge in _edges(groups, CANDIDATE))) if offered else None,
         targets=packer.pack(listed, cut, end) if split.holds_out else None,

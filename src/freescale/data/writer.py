@@ -37,7 +37,11 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("the target exists and is not empty", where=str(target), remedy="give a new folder, or delete it first")
+        raise DataError(
+            "the target exists and is not empty",
+            where=str(target),
+            remedy="give a new folder, or delete it first",
+        )
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
@@ -50,9 +54,14 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def write(
-    folder: Path, tables: Iterable[pa.Table], *, rows_per_group: int, items: int, note: str = "",
+    folder: Path,
+    tables: Iterable[pa.Table],
+    *,
+    rows_per_group: int,
+    items: int,
+    note: str = "",
     groups_per_file: int = GROUPS_PER_FILE,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
     groups = _regroup(tables, rows_per_group)
     stripes: list[Stripe] = []
@@ -80,7 +89,8 @@ def _regroup(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
             held.append(table.slice(start, rows - count))
             start += rows - count
             yield pa.concat_tables(held).combine_chunks()
-            held, count = [], 0
+            held.clear()
+            count = 0
         if start < table.num_rows:
             held.append(table.slice(start))
             count += table.num_rows - start
@@ -120,9 +130,16 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         elif pa.types.is_floating(kind):
             encodings[leaf] = "BYTE_STREAM_SPLIT"
     return pq.ParquetWriter(
-        path, schema, compression="zstd", compression_level=1, use_dictionary=False, column_encoding=encodings,
-        write_page_checksum=True, write_statistics=False, store_schema=False,
-    )  # fmt: skip
+        path,
+        schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        column_encoding=encodings,
+        write_page_checksum=True,
+        write_statistics=False,
+        store_schema=False,
+    )
 
 
 def _describe(path: Path) -> File:
