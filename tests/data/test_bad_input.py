@@ -192,7 +192,7 @@ def test_two_hundred_damaged_files_are_all_found(tmp_path: Path) -> None:
             list(loader(folder, features=("rating", "age"), workers=int(rng.integers(3))))
         except DataError as error:
             found = bool(error.what and error.where and error.remedy)
-        if victim.suffix == ".parquet" and found:
+        if victim.name != "manifest.json" and found:
             one = loader(folder, features=("rating", "age"), on_bad="skip")
             kept = sum((ids(batch) for batch in one), [])
             found = one.dataset.quarantine.rows > 0 and len(kept) == 640 - one.dataset.quarantine.rows

@@ -1,7 +1,7 @@
 """What a data set written by us says of itself: `manifest.json`, beside the Parquet files.
 
-It spares every rank the footers of files that others read, and it carries what Parquet's page checksums do not cover:
-the size and a checksum of each footer, and a checksum of the manifest itself. Knows no Parquet and no torch.
+It spares every rank the footers of files that others read, and it carries the checksums of what is read before any
+row: the footers, the files with the checksums of the columns, and the manifest itself.
 
 A data set is a list of *stripes*. A stripe is up to 64 files over which row groups are dealt in turn, so that the file
 of a row group, and with it the rank that reads its footer, follows from the number of its virtual shard.
@@ -13,21 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freescale.data.files import File
 from freescale.data.layout import Layout
 from freescale.errors import DataError
 
 NAME = "manifest.json"
 VERSION = 1
-
-
-@dataclass(frozen=True)
-class File:
-    """One Parquet file: enough to know that its footer is the one that was written."""
-
-    name: str
-    size: int
-    footer_size: int
-    footer_crc: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ def dump(manifest: Manifest) -> bytes:
         [
             stripe.rows,
             stripe.rows_per_group,
-            [[file.size, file.footer_size, file.footer_crc] for file in stripe.files],
+            [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files],
         ]
         for stripe in manifest.stripes
     ]

@@ -3,6 +3,7 @@
 Everything is written beside the target and renamed into place at the end, so a data set is whole or not there.
 """
 
+import mmap
 import os
 import shutil
 import struct
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.data import manifest as manifests
-from freescale.data.manifest import File, Manifest, Stripe
+from freescale.data.files import File, sum_chunks
+from freescale.data.manifest import Manifest, Stripe
 from freescale.errors import DataError
 
 FILES = 64
@@ -115,7 +117,7 @@ def _write_stripe(
     finally:
         for writer in writers:
             writer.close()
-    return Stripe(tuple(_describe(path) for path in paths), rows, rows_per_group), events
+    return Stripe(tuple(_seal(path) for path in paths), rows, rows_per_group), events
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -142,10 +144,13 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-def _describe(path: Path) -> File:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(size - 8)
-        (footer_size,) = struct.unpack("<I", file.read(4))
-        file.seek(size - 8 - footer_size)
-        return File(path.name, size, footer_size, zlib.crc32(file.read(footer_size)))
+def _seal(path: Path) -> File:
+    """Note the checksums of a finished file: of each column of each row group beside it, the rest for the manifest."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        (footer_size,) = struct.unpack("<I", data[-8:-4])
+        footer_crc = zlib.crc32(data[-8 - footer_size : -8])
+        with memoryview(data) as view:
+            sums = sum_chunks(view, pq.read_metadata(path))
+        sealed = File(path.name, len(data), footer_size, footer_crc, zlib.crc32(sums))
+    (path.parent / sealed.sums_name).write_bytes(sums)
+    return sealed

@@ -1,0 +1,198 @@
+"""Parquet files on any fsspec address, read by exact ranges and checked byte by byte.
+
+Only the bytes of the asked columns travel, without a file system's own read-ahead: what every rank reads too much of
+multiplies with the ranks. Files with a known checksum have every byte checked, also those outside of pages, which
+Parquet's own page checksums leave out. Knows nothing of histories or of how a data set is laid out.
+"""
+
+import mmap
+import struct
+import threading
+import zlib
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from freescale.errors import DataError, reason
+
+MAGIC = b"PAR1"
+FETCH_AGAIN = "fetch or write that file again"
+_FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
+
+
+@dataclass(frozen=True)
+class File:
+    """One Parquet file. Sizes and checksums are those of the moment when it was written; -1 where nobody noted them."""
+
+    name: str
+    size: int
+    footer_size: int = -1
+    footer_crc: int = -1
+    sums_crc: int = -1
+
+    @property
+    def sums_name(self) -> str:
+        """The file beside it with a checksum for every column of every row group."""
+        return f"{self.name}.crc"
+
+    @property
+    def noted(self) -> bool:
+        """Whether there are checksums to hold the file against."""
+        return self.footer_crc >= 0
+
+
+class Chunk(NamedTuple):
+    """The bytes of one column in one row group."""
+
+    number: int
+    column: str
+    start: int
+    end: int
+
+
+def chunks(group: pq.RowGroupMetaData) -> list[Chunk]:
+    """Where the columns of a row group lie. The first of a file also answers for the magic number before it."""
+    found = []
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        start = min(offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset)
+        end = start + chunk.total_compressed_size
+        found.append(Chunk(number, chunk.path_in_schema.split(".")[0], 0 if start == len(MAGIC) else start, end))
+    return found
+
+
+class Footer(NamedTuple):
+    """What is read of a file before any of its rows."""
+
+    metadata: pq.FileMetaData
+    sums: NDArray[np.uint32] | None
+    """Checksums by row group and column, where they were noted."""
+
+
+class Files:
+    """The files below one address. Safe to use from several threads."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            self._fs, root = fsspec.core.url_to_fs(address)
+        except (ValueError, ImportError, OSError) as error:
+            remedy = "give a local folder or an fsspec address such as s3://bucket/folder, with its package installed"
+            raise DataError(f"the address cannot be opened: {reason(error)}", where=address, remedy=remedy) from error
+        self._root = str(root).rstrip("/")
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        self.footer = lru_cache(maxsize=_FOOTERS_KEPT)(self._read_footer)
+
+    def list(self, pattern: str) -> list[File]:
+        """Files whose name fits a pattern, by name."""
+        paths: Any = sorted(self._fs.glob(f"{self._root}/{pattern}"))
+        return [File(str(path).rsplit("/", 1)[-1], self._fs.size(path)) for path in paths]
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Read a file, or exactly the bytes [start, end) of it; counted."""
+        data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
+        if start is not None and end is not None and len(data) != end - start:
+            raise DataError(f"the file ends at byte {start + len(data):,}, before byte {end:,}")
+        with self._lock:
+            self.bytes_read += len(data)
+        return data
+
+    def read_group(self, file: File, index: int, columns: Container[str]) -> pa.Table:
+        """Read some columns of a row group: first their bytes, all checked, then decoded from memory.
+
+        Arrow reads at absolute offsets of the file, so the bytes are laid out at theirs in a mapping as long as the
+        file, of which only the touched pages exist. Handing Arrow a Python file instead would take the interpreter
+        lock at every read, and wait for it while a step is being launched.
+        """
+        footer = self.footer(file)
+        group = footer.metadata.row_group(index)
+        image = mmap.mmap(-1, file.size)
+        wanted = [chunk for chunk in chunks(group) if chunk.column in columns]
+        for start, end in _joined(wanted):
+            image[start:end] = self.read(file.name, start, end)
+        if footer.sums is not None:
+            _check(image, wanted, footer.sums[index])
+        source = pa.BufferReader(pa.py_buffer(image))
+        reader = pq.ParquetFile(source, metadata=footer.metadata, page_checksum_verification=True, pre_buffer=False)
+        return reader.read_row_group(index, columns=list(dict.fromkeys(c.column for c in wanted)), use_threads=False)
+
+    def has_page_checksums(self, file: File) -> bool:
+        """Look into the first page header: after the type and two sizes, field 4 is the checksum, if there is one."""
+        metadata = self.footer(file).metadata
+        if not metadata.num_row_groups:
+            return True
+        start = max(len(MAGIC), min(chunk.start for chunk in chunks(metadata.row_group(0))))
+        header = self.read(file.name, start, start + 32)
+        position = 0
+        for _ in range(3):  # each field: one byte of id and type, then a varint
+            position += 1
+            while header[position] & 0x80:
+                position += 1
+            position += 1
+        return header[position] == 0x15  # one further field id, type i32
+
+    def _read_footer(self, file: File) -> Footer:
+        """Read exactly the footer: Arrow alone would fetch 64 KiB for it, which is most of a small file."""
+        try:
+            size = self._fs.size(f"{self._root}/{file.name}")
+            tail = self.read(file.name, max(0, size - 8), size)
+            if len(tail) < 8 or tail[4:] != MAGIC:
+                raise _damaged(file, "the file is cut short or is not Parquet")
+            (footer_size,) = struct.unpack("<I", tail[:4])
+            if footer_size > size - 12:
+                raise _damaged(file, "the footer is damaged: it claims to be longer than the file")
+            footer = self.read(file.name, size - 8 - footer_size, size - 8)
+            sums = self.read(file.sums_name) if file.noted else b""
+        except OSError as error:
+            raise _damaged(file, reason(error)) from error
+        if file.noted and (size, footer_size, zlib.crc32(footer)) != (file.size, file.footer_size, file.footer_crc):
+            raise _damaged(file, "the footer is not the one that was written")
+        if file.noted and zlib.crc32(sums) != file.sums_crc:
+            raise _damaged(file, f"its checksums in {file.sums_name} are not those that were written")
+        try:
+            metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer + tail))
+        except Exception as error:  # a damaged footer makes Arrow raise almost anything
+            raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
+        return Footer(metadata, parse_sums(sums, metadata) if file.noted else None)
+
+
+def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:
+    """Checksums of every column of every row group of a whole file, as they are stored beside it."""
+    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+    sums = [zlib.crc32(data[chunk.start : chunk.end]) for group in groups for chunk in chunks(group)]
+    return np.array(sums, dtype="<u4").tobytes()
+
+
+def parse_sums(raw: bytes, metadata: pq.FileMetaData) -> NDArray[np.uint32]:
+    """Checksums by row group and column."""
+    return np.frombuffer(raw, dtype="<u4").reshape(metadata.num_row_groups, -1)
+
+
+def _check(image: mmap.mmap, wanted: list[Chunk], sums: NDArray[np.uint32]) -> None:
+    with memoryview(image) as view:
+        for chunk in wanted:
+            with view[chunk.start : chunk.end] as part:
+                if zlib.crc32(part) != sums[chunk.number]:
+                    raise DataError(f"the bytes of column '{chunk.column}' are not those that were written")
+
+
+def _joined(wanted: list[Chunk]) -> list[tuple[int, int]]:
+    """Byte ranges of chunks, neighbours joined into one request."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in sorted(wanted, key=lambda chunk: chunk.start):
+        if ranges and ranges[-1][1] == chunk.start:
+            ranges[-1] = (ranges[-1][0], chunk.end)
+        else:
+            ranges.append((chunk.start, chunk.end))
+    return ranges
+
+
+def _damaged(file: File, what: str) -> DataError:
+    return DataError(what, where=file.name, remedy=FETCH_AGAIN)
