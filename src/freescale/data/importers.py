@@ -209,32 +209,36 @@ def _key(sample: pl.Series, name: str) -> pl.Expr:
 
 
 def _time(sample: pl.Series, name: str) -> pl.Expr:
+    """Seconds or whatever unit the log counts in; dates become seconds. What most of the sample is decides."""
+    column = pl.col(name)
     if sample.dtype.is_temporal():
-        return pl.col(name).dt.epoch("s")
-    if _converts(sample, pl.Int64):
-        return pl.col(name).cast(pl.Int64, strict=False)
-    if _converts(sample, pl.Float64):
-        return pl.col(name).cast(pl.Float64, strict=False).cast(pl.Int64, strict=False)
-    return pl.col(name).cast(pl.String).str.to_datetime(strict=False).dt.epoch("s")
+        return column.dt.epoch("s")
+    if sample.dtype.is_numeric():
+        return column.cast(pl.Int64, strict=False)
+    ways = [
+        column.cast(pl.Int64, strict=False),
+        column.cast(pl.Float64, strict=False).cast(pl.Int64, strict=False),
+        column.str.to_datetime(strict=False).dt.epoch("s"),
+    ]
+    return max(ways, key=lambda way: _kept(sample, way))  # the first of equals
 
 
 def _feature(sample: pl.Series, name: str) -> pl.Expr:
-    if sample.dtype.is_integer() or _converts(sample, pl.Int64):
-        return pl.col(name).cast(pl.Int64, strict=False)
-    if sample.dtype == pl.Boolean:
+    """A number as it is stored; text becomes integers where it loses nothing by it, else floats."""
+    if sample.dtype.is_numeric() or sample.dtype == pl.Boolean:
         return pl.col(name)
-    if sample.dtype.is_float() or _converts(sample, pl.Float64):
-        return pl.col(name).cast(pl.Float32, strict=False)
-    raise DataError(f"feature '{name}' is not numeric", remedy="leave it out, or give it numbers in the log")
+    whole, real = pl.col(name).cast(pl.Int64, strict=False), pl.col(name).cast(pl.Float32, strict=False)
+    if sample.dtype != pl.String or (sample.count() and not _kept(sample, real)):
+        raise DataError(f"feature '{name}' is not numeric", remedy="leave it out, or give it numbers in the log")
+    return whole if _kept(sample, whole) == _kept(sample, real) else real
 
 
-def _converts(sample: pl.Series, kind: type[pl.DataType]) -> bool:
-    """Whether most of a sample converts; the few that do not are bad rows, not another type."""
-    if sample.dtype not in (pl.String, pl.Int64, pl.Float64):
-        return False
-    filled = sample.drop_nulls()
-    good = filled.cast(kind, strict=False).is_not_null().sum()
-    return len(filled) > 0 and good >= 0.9 * len(filled)
+def _kept(sample: pl.Series, way: pl.Expr) -> int:
+    """How many values of a sample convert this way; the others are bad rows."""
+    try:
+        return int(sample.to_frame().select(way.count()).item())
+    except pl.exceptions.PolarsError:  # not a single value looks like a date
+        return 0
 
 
 def _member(source: Path, name: str, scratch: Path) -> Path:

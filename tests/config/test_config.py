@@ -1,0 +1,106 @@
+"""Promise: a config is read whole or refused with the place and the nearest real key, and what is saved runs again."""
+
+import contextlib
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freescale import config
+from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig
+from freescale.errors import ConfigError
+
+POSITIVE = st.integers(1, 2**40)
+DATA = st.builds(
+    DataConfig,
+    path=st.text(),
+    order=st.sampled_from(["shuffle", "log"]),
+    global_batch=POSITIVE,
+    shards=POSITIVE,
+    features=st.lists(st.text()).map(tuple),
+    split=st.sampled_from(["none", "last"]),
+)
+RUNS = st.builds(
+    RunConfig, seed=st.integers(0, 2**63 - 1), data=DATA, model=st.builds(ModelConfig, dim=POSITIVE, heads=st.just(1))
+)
+
+
+@given(run=RUNS)
+def test_what_is_saved_is_read_back_the_same(run: RunConfig) -> None:
+    assert config.parse(config.to_toml(run)) == run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
+    config.save(RECIPES[name], tmp_path / "deep" / "run.toml")
+    assert config.resolve(str(tmp_path / "deep" / "run.toml")) == RECIPES[name]
+    written = (tmp_path / "deep" / "run.toml").read_text()
+    for section in (RECIPES[name].data, RECIPES[name].model):
+        for field in dataclasses.fields(section):
+            assert f"{field.name} = " in written, "every field, so that a later default changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("seed = 1\n[data]\nglobal_bach = 3\n", 3, "unknown key 'data.global_bach'.*did you mean 'global_batch'"),
+        ("seed = 1\n\n[modl]\ndim = 3\n", 3, "unknown key 'modl'.*did you mean 'model'"),
+        ("data.ordr = 'log'\n", 1, "unknown key 'data.ordr'.*did you mean 'order'"),
+        ("[model]\n# dim = 1\nlayers = 2\ndim = 'wide'\n", 4, "model.dim = 'wide' has the wrong type.*whole number"),
+        ("[data]\norder = 'shufle'\n", 2, "not one of its values.*did you mean 'shuffle'"),
+        ("[data]\nfeatures = 'a'\n", 2, "write a list"),
+        ("[data]\nworkers = true\n", 2, "whole number"),
+        ("data = 3\n", 1, "write a table"),
+        ("[model]\nheads = 3\ndim = 50\n", 2, "model.heads = 3 cannot be used.*divisor of model.dim = 50"),
+        ("[data]\n\nglobal_batch = 0\n", 3, "at least 1"),
+        ("[data]\nsplit = 'time'\n", 1, "split_time"),
+        ("seed = -1\n", 1, "between 0 and"),
+    ],
+)
+def test_a_wrong_key_or_value_names_file_line_and_remedy(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert f"{path}, line {line}" in caught.value.where
+
+    assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"x = [", b"\xff\xfe", b"seed = 1\nseed = 2"])
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "run.toml").write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"TOML|UTF-8"):
+        config.load(tmp_path / "run.toml")
+
+
+@given(text=st.text() | st.text(alphabet="[]{}=\"'.#\n\\ abcdeimnortu0123456789"))
+def test_any_text_gives_a_config_or_our_own_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(config.parse(text), RunConfig)
+
+
+def test_any_field_can_be_given_as_a_flag() -> None:
+    run = config.resolve(
+        "tiny", ["--data.global-batch", "32", "--seed", "5", "--data.features", "a", "b", "--model.kind", "sasrec"]
+    )
+    assert (run.data.global_batch, run.seed, run.data.features, run.model.kind) == (32, 5, ("a", "b"), "sasrec")
+    assert run.model.dim == RECIPES["tiny"].model.dim, "the rest is the recipe's"
+
+
+def test_a_misspelt_flag_ends_with_code_2_and_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config.resolve("tiny", ["--data.global-bach", "32"])
+    assert caught.value.code == 2
+    assert "--data.global-batch" in capsys.readouterr().err
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.resolve("hstu-ml1")
+    assert "'hstu-ml1m'" in caught.value.remedy
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config.resolve("no-such.toml")
