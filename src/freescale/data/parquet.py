@@ -105,14 +105,15 @@ class Dataset:
         return stripes, Layout.of(counts)
 
     def _choose_columns(self, features: Sequence[str]) -> dict[str, Kind]:
-        for stripe in self._stripes:
-            for file in stripe.files:
-                try:
-                    schema = self._files.footer(file).metadata.schema.to_arrow_schema()
-                except DataError:  # reported when, and if, a group of that file is read
-                    continue
-                return columns.choose(schema, features, Place(file.name))
-        raise DataError("no file here has a readable footer", where=self.address, remedy=FETCH_AGAIN)
+        why = "there is none"
+        for file in (file for stripe in self._stripes for file in stripe.files):
+            try:
+                schema = self._files.footer(file).metadata.schema.to_arrow_schema()
+            except DataError as error:  # reported when, and if, a group of that file is read
+                why = f"{error.where}: {error.what}"
+                continue
+            return columns.choose(schema, features, Place(file.name))
+        raise DataError(f"no file here can be read ({why})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[File, int]:
         stripe = self._stripes[bisect_right(self._starts, group) - 1]

@@ -4,9 +4,8 @@ All the work on samples is done here, once a window: order, split, truncation, u
 and a slice costs nothing. Works on numpy, without torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +19,6 @@ from freescale.data.vocabulary import KnownItems
 
 Ints = NDArray[np.int64]
 Values = NDArray[Any]
-_LONG = 256
 
 
 @dataclass(frozen=True)
@@ -71,91 +69,75 @@ def prepare(
 ) -> tuple[Window, int]:
     """Pack a rank's share of a window. Also gives the number of events whose item is outside the vocabulary."""
     usable = _end_to_end([group.usable for group in groups], bool)[share.source]
-    rows = share.source[usable]
+    packer = _Packer(groups, kinds, known, share.source[usable])
     listed = [name for name, kind in kinds.items() if kind.listed and not is_candidate(name)]
     offered = [name for name, kind in kinds.items() if kind.listed and is_candidate(name)]
-
-    begin, end = (edge[rows] for edge in _edges(groups, "item_id"))
-    cut = _end_to_end([_cut(group, split) for group in groups], np.int64)[rows] + begin
-    packer = _Packer(groups, known)
+    bounds = [group.columns["item_id"].bounds for group in groups]
+    cuts = [split.cut(b, e, g.columns["timestamp"].values) for g, (b, e) in zip(groups, bounds, strict=True)]
+    seen = [(np.maximum(begin, cut - max_history), cut) for (begin, _), cut in zip(bounds, cuts, strict=True)]
+    held = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
     window = Window(
         position=share.position[usable],
         sample_id=share.sample_id[usable],
-        scalars={
-            n: _end_to_end([g.columns[n].values for g in groups], k.dtype)[rows]
-            for n, k in kinds.items()
-            if not k.listed
-        },
-        history=packer.pack(listed, np.maximum(begin, cut - max_history), cut),
-        candidates=packer.pack(offered, *(edge[rows] for edge in _edges(groups, CANDIDATE))) if offered else None,
-        targets=packer.pack(listed, cut, end) if split.holds_out else None,
+        scalars={name: packer.pick(name) for name, kind in kinds.items() if not kind.listed},
+        history=packer.pack(listed, seen),
+        candidates=packer.pack(offered, [group.columns[CANDIDATE].bounds for group in groups]) if offered else None,
+        targets=packer.pack(listed, held) if split.holds_out else None,
     )
     return window, packer.unknown
 
 
-def _cut(group: Group, split: Split) -> Ints:
-    """How many events of each row come before its cut."""
-    begin, end = group.columns["item_id"].bounds
-    return split.cut(begin, end, group.columns["timestamp"].values) - begin
+class _Packer:
+    """Brings values of several groups into the order of the epoch, and maps unknown items on the way."""
+
+    def __init__(self, groups: Sequence[Group], kinds: Mapping[str, Kind], known: KnownItems, rows: Ints) -> None:
+        self._groups, self._kinds, self._known, self._rows = groups, kinds, known, rows
+        self.unknown = 0
+        sizes = [len(group.usable) for group in groups]
+        place = np.full(sum(sizes), -1, dtype=np.int64)  # of each row in the order of the epoch; -1: left out
+        place[rows] = np.arange(len(rows))
+        self._places = np.split(place, list(accumulate(sizes))[:-1]) if groups else []
+
+    def pick(self, name: str) -> Values:
+        """A scalar of each row."""
+        values = [group.columns[name].values for group in self._groups]
+        return _end_to_end(values, self._kinds[name].dtype)[self._rows]
+
+    def pack(self, names: Sequence[str], bounds: Sequence[tuple[Ints, Ints]]) -> Packed:
+        """The values [begin, end) of each row, `bounds` by group."""
+        lengths = _end_to_end([end - begin for begin, end in bounds])[self._rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        features: dict[str, Values] = {}
+        for group, place, (begin, end) in zip(self._groups, self._places, bounds, strict=True):
+            kept = place >= 0
+            source = _selector(begin[kept], end[kept])
+            target = _selector(offsets[place[kept]], offsets[place[kept] + 1])
+            for name in names:
+                values = group.columns[name].values[source]
+                if len(self._groups) == 1 and isinstance(target, slice):
+                    features[name] = values  # in order already, so as Arrow decoded it
+                else:
+                    features.setdefault(name, np.empty(offsets[-1], values.dtype))[target] = values
+        return Packed(offsets, {name: self._known_only(name, features) for name in names})
+
+    def _known_only(self, name: str, features: Mapping[str, Values]) -> Values:
+        values = features.get(name, np.empty(0, self._kinds[name].dtype))
+        if name not in ("item_id", CANDIDATE):
+            return values
+        values, unknown = self._known.fold(values)
+        self.unknown += unknown
+        return values
 
 
-def _edges(groups: Sequence[Group], name: str) -> tuple[Ints, Ints]:
-    """Where the values of each row begin and end, were the groups laid end to end."""
-    bounds = [group.columns[name].bounds for group in groups]
-    first = _starts([len(group.columns[name].values) for group in groups])
-    shifted = [(begin + f, end + f) for (begin, end), f in zip(bounds, first, strict=True)]
-    return _end_to_end([b for b, _ in shifted], np.int64), _end_to_end([e for _, e in shifted], np.int64)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes)][: len(sizes)]
-
-
-def _end_to_end(pieces: Sequence[Values], dtype: DTypeLike) -> NDArray[Any]:
+def _end_to_end(pieces: Sequence[Values], dtype: DTypeLike = np.int64) -> NDArray[Any]:
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
 
 
-class _Packer:
-    """Gathers the values that rows own out of several groups, and maps unknown items on the way."""
-
-    def __init__(self, groups: Sequence[Group], known: KnownItems) -> None:
-        self._groups, self._known = groups, known
-        self.unknown = 0
-
-    def pack(self, names: Sequence[str], begin: Ints, end: Ints) -> Packed:
-        features = {}
-        gather = _gatherer(begin, end)
-        for name in names:
-            values = gather([group.columns[name].values for group in self._groups])
-            if name in ("item_id", CANDIDATE):
-                values, unknown = self._known.fold(values)
-                self.unknown += unknown
-            features[name] = values
-        return Packed(np.concatenate([[0], np.cumsum(end - begin)]), features)
-
-
-def _gatherer(begin: Ints, end: Ints) -> Callable[[list[Values]], Values]:
-    """How to fetch the values [begin, end) of each row out of pieces laid end to end: what copies least."""
+def _selector(begin: Ints, end: Ints) -> slice | Ints:
+    """Which values rows own: a slice where the rows follow each other, else their indices."""
+    if np.array_equal(begin[1:], end[:-1]):
+        return slice(int(begin[0]), int(end[-1])) if len(begin) else slice(0, 0)
     lengths = end - begin
-    total = int(lengths.sum())
-    if len(begin) and np.array_equal(begin[1:], end[:-1]):
-        return partial(_one_span, begin=int(begin[0]), end=int(end[-1]))
-    if total > _LONG * len(begin):  # then a copy for each row is cheaper than an index for each value
-        return partial(_spans, begin=begin, end=end)
-    index = np.arange(total)
+    index = np.arange(int(lengths.sum()))
     index += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
-    return lambda pieces: np.concatenate(pieces)[index] if pieces else np.empty(0, dtype=np.int64)
-
-
-def _one_span(pieces: list[Values], *, begin: int, end: int) -> Values:
-    first = _starts([len(piece) for piece in pieces])
-    inside = [p[max(0, begin - f) : max(0, end - f)] for p, f in zip(pieces, first, strict=True)]
-    inside = [piece for piece in inside if len(piece)] or inside[:1]
-    return inside[0] if len(inside) == 1 else np.concatenate(inside)
-
-
-def _spans(pieces: list[Values], *, begin: Ints, end: Ints) -> Values:
-    first = np.array(_starts([len(piece) for piece in pieces]))
-    which = np.searchsorted(first, begin, side="right") - 1
-    local = zip(which.tolist(), (begin - first[which]).tolist(), (end - first[which]).tolist(), strict=True)
-    return np.concatenate([pieces[w][b:e] for w, b, e in local])
+    return index

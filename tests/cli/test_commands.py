@@ -1,0 +1,112 @@
+"""Promise: a command does what it says, its errors are ours, and its exit code tells."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from freescale.cli.main import COMMANDS, main
+from tests.support import histories, write_dataset
+
+
+def test_every_command_explains_itself_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) if name != "config" else _nothing() as caught:
+            main([*name.split(), "--help"])
+        assert caught is None or caught.value.code == 0
+        assert f"freescale {name} " in capsys.readouterr().out
+
+
+class _nothing:  # noqa: N801  a context, like its neighbour
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["trian"], 2, "no command is called 'trian'"),
+        (["data", "stat"], 2, "did you mean 'data stats'"),
+        (["data", "stats", "/no/such"], 3, "no Parquet files here"),
+        (["data", "import", "events", "only-one-path"], 2, "target folder is missing"),
+        (["data", "synth", "x", "--users", "0"], 2, "must be at least 1"),
+        (["config", "tinny"], 2, "did you mean 'tiny'"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_remedy_and_code(
+    words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    told = capsys.readouterr().err
+    assert says in told
+    assert "remedy:" in told
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m freescale config tiny | head -1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_stats_are_the_figures_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = [1 + i % 50 for i in range(500)]
+    table = histories(lengths, items=40)
+    write_dataset(tmp_path / "data", table, rows_per_group=16, items=40)
+    assert main(["data", "stats", str(tmp_path / "data"), "--ranks", "2", "16", "--batch", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    items = table["item_id"].combine_chunks().flatten().to_numpy()
+    popular = np.sort(np.bincount(items))[::-1]
+    assert (found["histories"], found["events"], found["items"]) == (500, sum(lengths), len(set(items)))
+    assert found["length"]["mean"] == pytest.approx(np.mean(lengths))
+    assert found["length"]["variation"] == pytest.approx(np.std(lengths) / np.mean(lengths))
+    for share, value in found["length"]["quantiles"].items():
+        assert value == np.quantile(lengths, float(share), method="inverted_cdf")
+    assert found["popularity"]["0.1"] == pytest.approx(popular[:4].sum() / popular.sum())
+    assert [row["ranks"] for row in found["random_batches"]] == [2, 16]
+    assert 0 < found["random_batches"][0]["straggler_share"] < found["random_batches"][1]["straggler_share"] < 1
+
+
+def test_stats_say_that_flips_in_foreign_files_cannot_be_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(histories([3] * 50), tmp_path / "foreign.parquet")
+    assert main(["data", "stats", str(tmp_path)]) == 0
+    assert (
+        "1 files without page checksums (foreign.parquet first): flipped bits cannot be seen" in capsys.readouterr().err
+    )
+
+
+def test_a_log_is_imported_and_its_bad_lines_are_kept_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,a,5\n1,b,x\n2,a,6\n")
+    target = tmp_path / "new" / "set"
+    words = ["data", "import", "events", str(tmp_path / "log.csv"), str(target), "--on-bad", "skip", "--json"]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {
+        "users": 2,
+        "items": 1,
+        "events": 2,
+        "unknown_events": 0,
+        "set_aside": {"incomplete event": 1},
+    }
+    assert "1 rows set aside (1 incomplete event)" in told.err
+    assert (tmp_path / "new" / "set.quarantine.jsonl").read_text().count("\n") == 1
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["set", "set.quarantine.jsonl"], (
+        "no scratch left"
+    )
+
+
+def test_one_seed_is_one_synthetic_log(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert main(["data", "synth", str(tmp_path / name), "--users", "300", "--seed", str(seed)]) == 0
+    read = {name: b"".join(f.read_bytes() for f in sorted((tmp_path / name).glob("*.parquet"))) for name in "abc"}
+    assert read["a"] == read["b"] != read["c"]

@@ -1,0 +1,43 @@
+"""Promise: every command and link in the documentation works as written."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+PAGES_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGES_IDS)
+def test_the_code_blocks_of_a_page_run_in_order_as_they_are(page: Path, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for language, code in BLOCK.findall(page.read_text()):
+        command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+        ended = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, f"{code}\n{ended.stdout}\n{ended.stderr}"
+
+
+def test_the_setup_that_the_readme_tells_is_the_one_that_ci_runs() -> None:
+    (setup,) = re.findall(r"^```bash setup\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert setup.splitlines()[0] == "./dev setup"
+    assert "\n./dev setup\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGES_IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

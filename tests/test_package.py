@@ -1,0 +1,54 @@
+"""Promise: the package and its help load at once, without torch, and its public names are where they are said to be."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import freescale
+
+
+def imported_by(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    return set(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    )
+
+
+HEAVY = {"torch", "torchrec", "fbgemm_gpu", "polars", "pyarrow", "numpy"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import freescale",
+        "from freescale.cli.main import main; main(['--help'])",
+        "from freescale.cli.main import main; main(['data', '--help'])",
+        "import freescale.config",
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(code: str) -> None:
+    assert not imported_by(code) & HEAVY
+
+
+def test_preparing_data_needs_no_torch() -> None:
+    commands = "freescale.cli.data_import, freescale.cli.data_synth, freescale.cli.data_stats"
+    assert "torch" not in imported_by(f"import {commands}")
+
+
+def test_help_is_there_at_once() -> None:
+    fastest = 9.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "freescale", "--help"], check=True, capture_output=True)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert fastest < 0.5
+
+
+def test_public_names_load_lazily_and_all_exist() -> None:
+    for name in freescale.__all__:
+        assert getattr(freescale, name).__name__ == name
+        assert name in dir(freescale)
+    with pytest.raises(AttributeError, match="no attribute 'Loder'"):
+        _ = freescale.Loder  # type: ignore[attr-defined]

@@ -1,0 +1,88 @@
+"""Promise: a page opens offline in a real browser, asks for nothing, and runs nothing that came from data."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from freescale import page
+from freescale.cli.main import main
+from freescale.data import synthetic
+
+BROWSER = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+QUIET = ["--disable-component-update", "--disable-sync", "--no-first-run"]
+
+
+def in_browser(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    if not shutil.which("chromium"):
+        pytest.skip("needs chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        command = [*BROWSER, *QUIET, f"--user-data-dir={profile}", *options, path.as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+class Links(html.parser.HTMLParser):
+    """What a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
+        if tag in ("script", "link", "iframe", "object"):
+            self.found.append(tag)
+
+
+def test_the_stats_page_opens_and_asks_for_nothing(tmp_path: Path) -> None:
+    synthetic.write(tmp_path / "data", "heavy", users=3000)
+    assert (
+        main(
+            [
+                "data",
+                "stats",
+                str(tmp_path / "data"),
+                "--ranks",
+                "8",
+                "64",
+                "--page",
+                str(tmp_path / "deep" / "stats.html"),
+            ]
+        )
+        == 0
+    )
+    text = (tmp_path / "deep" / "stats.html").read_text()
+    links = Links()
+    links.feed(text)
+    assert links.found == []
+    shown = in_browser(tmp_path / "deep" / "stats.html", "--dump-dom").stdout
+    for heading in ("Bubbles of random batches", "Lengths", "Popularity"):
+        assert f"<h2>{heading}</h2>" in shown
+    assert shown.count("<svg") == 3
+    shot = tmp_path / "shot.png"
+    in_browser(tmp_path / "deep" / "stats.html", f"--screenshot={shot}", "--window-size=1000,1800")
+    assert shot.stat().st_size > 20_000
+
+
+def test_text_from_data_cannot_become_markup(tmp_path: Path) -> None:
+    evil = "</title><script>document.title='owned'</script>"
+    series = [page.Series(evil, [1.0, 2.0], [3.0, 4.0]), page.Series("b", [1.0], [2.0])]
+    chart = page.line_chart(series, page.Axis(evil), page.Axis(evil))
+    text = page.document(evil, evil, page.section(evil, evil, page.table([evil], [[evil]]), chart))
+    assert "<script" not in text
+    (tmp_path / "x.html").write_text(text)
+    assert "<title>owned" not in in_browser(tmp_path / "x.html", "--dump-dom").stdout
+
+
+@pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [1e-9, 1e12], [3.0, 3.0, 3.0]])
+@pytest.mark.parametrize("log", [False, True])
+def test_a_chart_can_be_drawn_of_any_values(values: list[float], log: bool) -> None:
+    positions = [float(i + 1) for i in range(len(values))]
+    drawn = page.line_chart([page.Series("s", positions, values)], page.Axis("x", log=log), page.Axis("y", log=log))
+    numbers = [float(n) for n in re.findall(r'c[xy]="(-?[\d.]+)"', drawn)]
+    assert all(0 <= number <= 640 for number in numbers)
+    page.histogram([1.0, 2.0, 3.0], [0.0, 5.0], page.Axis("x", log=log), page.Axis("y"))
