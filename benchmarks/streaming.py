@@ -1,6 +1,6 @@
 """How fast, and in how much memory, does the loader stream? Against pyarrow alone scanning the same columns.
 
-    python benchmarks/streaming.py [--events 20000000] [--repeats 5] [--out benchmarks/results/streaming.json]
+    python benchmarks/streaming.py [--events 20000000] [--repeats 5] [--out FILE.json]
 
 Each measurement runs in a process of its own; ours and pyarrow's alternate. The ratio is of rows per second, ours over
 pyarrow's, beside the spread of pyarrow against itself. Memory is the largest resident size above that of a process that
@@ -9,8 +9,6 @@ has imported the same modules and opened nothing.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,6 +18,8 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import record
 
 COLUMNS = ["user_id", "item_id", "timestamp"]
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from freescale.data import synthetic
+    from freescale.data.sources import synthetic
 
     mean_length: dict[synthetic.Preset, int] = {"kuairand": 9_300, "ml1m": 173, "heavy": 157}
     results = []
@@ -113,12 +113,7 @@ def main() -> None:
                 result = compare(preset, path, order, workers=2, repeats=options.repeats)
                 results.append({"events": made.events, **result})
                 print(json.dumps(results[-1]), flush=True)
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    if options.out:
-        command = f"python benchmarks/streaming.py --events {options.events} --repeats {options.repeats}"
-        options.out.write_text(
-            json.dumps({"command": command, "machine": machine, "results": results}, indent=1) + "\n"
-        )
+    record.save(options.out, results)
 
 
 if __name__ == "__main__":

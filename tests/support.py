@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from freescale.config import DataConfig
-from freescale.data import writer
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
-from freescale.data.manifest import Manifest
+from freescale.data.store import writer
+from freescale.data.store.manifest import Manifest
 
 
 def lists(lengths: Sequence[int], values: Any, kind: pa.DataType | None = None) -> pa.ListArray:

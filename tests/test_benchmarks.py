@@ -15,3 +15,11 @@ def test_streaming_holds_bounded_memory(tmp_path: Path) -> None:
     for result in json.loads(out.read_text())["results"]:
         assert result["memory_grown_mb"] < 400
         assert result["rows_per_second"] > 0
+
+
+def test_importing_goes_through_the_disk(tmp_path: Path) -> None:
+    out = tmp_path / "importing.json"
+    options = ["--events", "300000", "--memory-mb", "8", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "importing.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert 0 < result["peak_mb"] < 1000

@@ -11,7 +11,7 @@ import pytest
 
 from freescale import page
 from freescale.cli.main import main
-from freescale.data import synthetic
+from freescale.data.sources import synthetic
 
 BROWSER = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 QUIET = ["--disable-component-update", "--disable-sync", "--no-first-run"]

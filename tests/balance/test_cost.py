@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import random_batches
 from freescale.config import ModelConfig
-from freescale.data import synthetic
+from freescale.data.sources import synthetic
 
 
 def counted(length: int, candidates: int, projections: int, attention: int) -> int:

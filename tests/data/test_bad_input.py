@@ -13,7 +13,7 @@ import pytest
 
 from freescale.config import DataConfig
 from freescale.data.loader import Loader
-from freescale.data.parquet import Dataset
+from freescale.data.store.dataset import Dataset
 from freescale.errors import DataError
 from tests.support import histories, ids, lists, loader, write_dataset
 

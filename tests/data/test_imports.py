@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from freescale.data import histories, importers
-from freescale.data.importers import Columns, CsvStyle
-from freescale.data.quarantine import Quarantine
+from freescale.data.sources import histories, importers
+from freescale.data.sources.importers import Columns, CsvStyle
+from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError, UsageError
 from tests.support import loader
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data.cursor import Cursor, Order
-from freescale.data.layout import Layout
-from freescale.data.permute import Permutation, key_of
+from freescale.data.order.cursor import Cursor, Order
+from freescale.data.order.layout import Layout
+from freescale.data.order.permute import Permutation, key_of
 from freescale.errors import ConfigError
 from tests.support import histories, ids, loader, steps_over_ranks, write_dataset
 

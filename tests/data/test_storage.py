@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from freescale.data import manifest, synthetic, writer
-from freescale.data.parquet import Dataset
+from freescale.data.sources import synthetic
+from freescale.data.store import manifest, writer
+from freescale.data.store.dataset import Dataset
 from freescale.errors import DataError
 from tests.support import histories, ids, loader, write_dataset
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from freescale.cli.options import parse, print_json
-from freescale.data import histories, importers
-from freescale.data.quarantine import Quarantine
+from freescale.data.sources import histories, importers
+from freescale.data.store.quarantine import Quarantine
 from freescale.errors import UsageError
 from freescale.log import notice
 

@@ -17,9 +17,9 @@ from freescale.balance.cost import Cost
 from freescale.balance.estimate import Imbalance, random_batches
 from freescale.cli.options import parse, print_json
 from freescale.config import ModelConfig
-from freescale.data.parquet import Dataset
-from freescale.data.quarantine import Quarantine
 from freescale.data.stats import QUANTILES, Profile, profile
+from freescale.data.store.dataset import Dataset
+from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError, UsageError
 from freescale.log import notice
 

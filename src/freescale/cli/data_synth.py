@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from freescale.cli.options import parse
-from freescale.data import synthetic
+from freescale.data.sources import synthetic
 from freescale.errors import UsageError
 
 

@@ -13,11 +13,11 @@ from typing import Literal
 from freescale.config import DataConfig
 from freescale.data.ahead import run_ahead
 from freescale.data.batch import Batch, assemble
-from freescale.data.columns import Group
-from freescale.data.cursor import Cursor, Order, Share
-from freescale.data.parquet import Dataset
-from freescale.data.quarantine import Quarantine
+from freescale.data.order.cursor import Cursor, Order, Share
 from freescale.data.split import Split
+from freescale.data.store.columns import Group
+from freescale.data.store.dataset import Dataset
+from freescale.data.store.quarantine import Quarantine
 from freescale.data.vocabulary import KnownItems
 from freescale.data.window import Window, prepare
 from freescale.errors import ConfigError

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.columns import Group
-from freescale.data.parquet import Dataset
+from freescale.data.store.columns import Group
+from freescale.data.store.dataset import Dataset
 
 Ints = NDArray[np.int64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)

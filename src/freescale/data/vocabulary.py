@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.permute import mix
+from freescale.data.order.permute import mix
 
 FILE = "vocabulary.parquet"
 

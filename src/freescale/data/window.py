@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from freescale.data.columns import CANDIDATE, Group, Kind, is_candidate
-from freescale.data.cursor import Share
+from freescale.data.order.cursor import Share
 from freescale.data.split import Split
+from freescale.data.store.columns import CANDIDATE, Group, Kind, is_candidate
 from freescale.data.vocabulary import KnownItems
 
 Ints = NDArray[np.int64]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freescale.data.files import File
-from freescale.data.layout import Layout
+from freescale.data.order.layout import Layout
+from freescale.data.store.files import File
 from freescale.errors import DataError
 
 NAME = "manifest.json"

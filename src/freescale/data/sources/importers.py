@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from freescale.data.quarantine import Place, Quarantine
+from freescale.data.store.quarantine import Place, Quarantine
 from freescale.errors import DataError, UsageError, nearest, reason
 from freescale.log import notice
 

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.layout import Layout
-from freescale.data.permute import Permutation, key_of
+from freescale.data.order.layout import Layout
+from freescale.data.order.permute import Permutation, key_of
 from freescale.errors import ConfigError
 
 _GROUPS, _SAMPLES = 1, 2  # the two levels draw from unrelated keys

@@ -15,9 +15,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from freescale.data import writer
-from freescale.data.manifest import Manifest
-from freescale.data.quarantine import Place, Quarantine
+from freescale.data.store import writer
+from freescale.data.store.manifest import Manifest
+from freescale.data.store.quarantine import Place, Quarantine
 from freescale.data.vocabulary import FILE
 from freescale.errors import DataError, reason
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.data.quarantine import Place
+from freescale.data.store.quarantine import Place
 from freescale.errors import DataError, nearest
 
 REQUIRED = ("user_id", "item_id", "timestamp")

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.data import writer
-from freescale.data.manifest import Manifest
-from freescale.data.permute import Permutation, key_of
+from freescale.data.order.permute import Permutation, key_of
+from freescale.data.store import writer
+from freescale.data.store.manifest import Manifest
 
 Preset = Literal["kuairand", "ml1m", "heavy"]
 Popularity = Literal["public", "production"]

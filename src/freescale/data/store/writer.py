@@ -15,9 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from freescale.data import manifest as manifests
-from freescale.data.files import File, sum_chunks
-from freescale.data.manifest import Manifest, Stripe
+from freescale.data.store import manifest as manifests
+from freescale.data.store.files import File, sum_chunks
+from freescale.data.store.manifest import Manifest, Stripe
 from freescale.errors import DataError
 
 FILES = 64

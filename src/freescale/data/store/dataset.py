@@ -8,12 +8,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from freescale.data import columns, manifest
-from freescale.data.columns import Group, Kind
-from freescale.data.files import FETCH_AGAIN, File, Files
-from freescale.data.layout import Layout
-from freescale.data.manifest import Manifest
-from freescale.data.quarantine import Place, Quarantine
+from freescale.data.order.layout import Layout
+from freescale.data.store import columns, manifest
+from freescale.data.store.columns import Group, Kind
+from freescale.data.store.files import FETCH_AGAIN, File, Files
+from freescale.data.store.manifest import Manifest
+from freescale.data.store.quarantine import Place, Quarantine
 from freescale.errors import DataError, reason
 
 _CHECK_ADDRESS = "check the address and its permissions"

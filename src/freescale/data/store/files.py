@@ -9,7 +9,8 @@ import mmap
 import struct
 import threading
 import zlib
-from collections.abc import Container
+from bisect import bisect_right
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ class Footer(NamedTuple):
     """What is read of a file before any of its rows."""
 
     metadata: pq.FileMetaData
+    image: "_Image"
     sums: NDArray[np.uint32] | None
     """Checksums by row group and column, where they were noted."""
 
@@ -105,23 +107,13 @@ class Files:
         return data
 
     def read_group(self, file: File, index: int, columns: Container[str]) -> pa.Table:
-        """Read some columns of a row group: first their bytes, all checked, then decoded from memory.
-
-        Arrow reads at absolute offsets of the file, so the bytes are laid out at theirs in a mapping as long as the
-        file, of which only the touched pages exist. Handing Arrow a Python file instead would take the interpreter
-        lock at every read, and wait for it while a step is being launched.
-        """
+        """Read some columns of a row group: first their bytes, all checked, then decoded from memory."""
         footer = self.footer(file)
-        group = footer.metadata.row_group(index)
-        image = mmap.mmap(-1, file.size)
-        wanted = [chunk for chunk in chunks(group) if chunk.column in columns]
-        for start, end in _joined(wanted):
-            image[start:end] = self.read(file.name, start, end)
+        wanted = [chunk for chunk in chunks(footer.metadata.row_group(index)) if chunk.column in columns]
+        pieces = {start: self.read(file.name, start, end) for start, end in _joined(wanted)}
         if footer.sums is not None:
-            _check(image, wanted, footer.sums[index])
-        source = pa.BufferReader(pa.py_buffer(image))
-        reader = pq.ParquetFile(source, metadata=footer.metadata, page_checksum_verification=True, pre_buffer=False)
-        return reader.read_row_group(index, columns=list(dict.fromkeys(c.column for c in wanted)), use_threads=False)
+            _check(pieces, wanted, footer.sums[index])
+        return footer.image.decode(index, list(dict.fromkeys(chunk.column for chunk in wanted)), pieces)
 
     def has_page_checksums(self, file: File) -> bool:
         """Look into the first page header: after the type and two sizes, field 4 is the checksum, if there is one."""
@@ -158,9 +150,10 @@ class Files:
             raise _damaged(file, f"its checksums in {file.sums_name} are not those that were written")
         try:
             metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer + tail))
+            image = _Image(size, metadata)
         except Exception as error:  # a damaged footer makes Arrow raise almost anything
             raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
-        return Footer(metadata, parse_sums(sums, metadata) if file.noted else None)
+        return Footer(metadata, image, parse_sums(sums, metadata) if file.noted else None)
 
 
 def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:
@@ -175,12 +168,40 @@ def parse_sums(raw: bytes, metadata: pq.FileMetaData) -> NDArray[np.uint32]:
     return np.frombuffer(raw, dtype="<u4").reshape(metadata.num_row_groups, -1)
 
 
-def _check(image: mmap.mmap, wanted: list[Chunk], sums: NDArray[np.uint32]) -> None:
-    with memoryview(image) as view:
-        for chunk in wanted:
-            with view[chunk.start : chunk.end] as part:
-                if zlib.crc32(part) != sums[chunk.number]:
-                    raise DataError(f"the bytes of column '{chunk.column}' are not those that were written")
+class _Image:
+    """A file in memory, of which only the bytes being decoded exist, and Arrow's reader over it.
+
+    Arrow reads at absolute offsets of a file, so bytes are laid out at theirs in a mapping as long as the file, and
+    given back afterwards. Handing Arrow a Python file instead would take the interpreter lock at every read, and wait
+    for it while a step is being launched; a new reader for every row group would cost as much as the decoding.
+    """
+
+    def __init__(self, size: int, metadata: pq.FileMetaData) -> None:
+        self._lock = threading.Lock()
+        self._bytes = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        source = pa.BufferReader(pa.py_buffer(self._bytes))
+        self._reader = pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
+
+    def decode(self, index: int, columns: list[str], pieces: Mapping[int, bytes]) -> pa.Table:
+        """Decode a row group from pieces of the file, given by where they begin."""
+        with self._lock:
+            try:
+                for start, piece in pieces.items():
+                    self._bytes[start : start + len(piece)] = piece
+                return self._reader.read_row_group(index, columns=columns, use_threads=False)
+            finally:
+                for start, piece in pieces.items():
+                    first = start - start % mmap.PAGESIZE
+                    self._bytes.madvise(mmap.MADV_DONTNEED, first, start + len(piece) - first)
+
+
+def _check(pieces: Mapping[int, bytes], wanted: list[Chunk], sums: NDArray[np.uint32]) -> None:
+    starts = sorted(pieces)
+    for chunk in wanted:
+        start = starts[bisect_right(starts, chunk.start) - 1]
+        part = memoryview(pieces[start])[chunk.start - start : chunk.end - start]
+        if zlib.crc32(part) != sums[chunk.number]:
+            raise DataError(f"the bytes of column '{chunk.column}' are not those that were written")
 
 
 def _joined(wanted: list[Chunk]) -> list[tuple[int, int]]:

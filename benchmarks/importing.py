@@ -1,0 +1,85 @@
+"""How much memory does an import hold, against the size of its log?
+
+    python benchmarks/importing.py [--events 20000000 60000000] [--memory-mb 256] [--out FILE.json]
+
+Writes event logs of growing size as CSV, in no order, and imports each in a process of its own. An import that is not
+bounded would grow with the log.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+import record
+
+CHUNK = 1_000_000
+
+
+def write_log(path: Path, events: int) -> None:
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        file.write("user_id,item_id,timestamp\n")
+        for begin in range(0, events, CHUNK):
+            count = min(CHUNK, events - begin)
+            columns = [
+                rng.integers(0, events // 100, count),
+                rng.integers(0, 100_000, count),
+                rng.integers(0, 10**9, count),
+            ]
+            np.savetxt(file, np.stack(columns, axis=1), fmt="%d", delimiter=",")
+
+
+def measure(log: Path, target: Path, memory_mb: int) -> dict[str, float]:
+    command = [
+        sys.executable,
+        "-m",
+        "freescale",
+        "data",
+        "import",
+        "events",
+        log,
+        target,
+        "--memory-mb",
+        str(memory_mb),
+    ]
+    begin = time.perf_counter()
+    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
+    watched, peak = psutil.Process(child.pid), 0
+    while child.poll() is None:
+        try:
+            peak = max(peak, watched.memory_info().rss)
+        except psutil.Error:
+            break
+        time.sleep(0.02)
+    if child.wait() != 0:
+        raise RuntimeError(f"the import ended with {child.returncode}")
+    return {"seconds": round(time.perf_counter() - begin, 1), "peak_mb": round(peak / 2**20)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, nargs="+", default=[20_000_000, 60_000_000])
+    parser.add_argument("--memory-mb", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for events in options.events:
+            log = Path(folder) / "log.csv"
+            write_log(log, events)
+            size = log.stat().st_size / 2**20
+            measured = measure(log, Path(folder) / f"data-{events}", options.memory_mb)
+            results.append({"events": events, "log_mb": round(size), "memory_mb": options.memory_mb, **measured})
+            print(json.dumps(results[-1]), flush=True)
+    record.save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()
