@@ -181,8 +181,18 @@ def test_a_state_of_another_order_is_refused_by_name(dataset: Path) -> None:
     state = loader(dataset, global_batch=16).state_dict()
     with pytest.raises(ConfigError, match="global_batch = 16, this run has 32"):
         loader(dataset, global_batch=32).load_state_dict(state)
+    with pytest.raises(ConfigError, match="at step 99 of epoch 0, which does not exist"):
+        loader(dataset).load_state_dict({**state, "step": 99})
     with pytest.raises(ConfigError, match="no 'step'"):
         loader(dataset).load_state_dict({name: value for name, value in state.items() if name != "step"})
+
+
+def test_log_order_says_when_ranks_stay_empty(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader(dataset, order="log", ranks=9, global_batch=20)
+    assert "about 3 row groups of 7, so most of 9 ranks hold nothing" in capsys.readouterr().err
+    loader(dataset, order="log", ranks=8, global_batch=160)
+    loader(dataset, order="shuffle", ranks=8, global_batch=16)
+    assert capsys.readouterr().err == ""
 
 
 def test_more_ranks_than_shards_is_refused_with_the_remedy(dataset: Path) -> None:

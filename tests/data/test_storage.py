@@ -85,8 +85,8 @@ def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks()
         per_group = writer.rows_per_group(rows, events)
         groups = rows / per_group
         assert groups >= 64
-        assert per_group * 16 * events / rows <= 600_000
-    assert writer.rows_per_group(10**9, 10**11) * 16 * 100 > 400_000
+        assert per_group * 16 * events / rows <= 400_000
+    assert writer.rows_per_group(10**9, 10**11) * 16 * 100 > 350_000
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from freescale.data.store.quarantine import Quarantine
 from freescale.data.vocabulary import KnownItems
 from freescale.data.window import Window, prepare
 from freescale.errors import ConfigError
+from freescale.log import notice
 
 
 class Loader:
@@ -54,6 +55,7 @@ class Loader:
         self.unknown_items = 0
         self._config, self._rank, self._ranks = config, rank, ranks
         self._split = Split(config.split, config.split_time, part)
+        self._say_who_stays_empty()
 
     def __len__(self) -> int:
         """Steps in an epoch."""
@@ -85,6 +87,16 @@ class Loader:
             shared = f"mapped to {self.known.oov_rows} shared rows"
             lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, {shared}")
         return [line for line in lines if line]
+
+    def _say_who_stays_empty(self) -> None:
+        """In log order a step takes few row groups, and a rank without any of them holds nothing."""
+        rows = max(1, self.dataset.layout.common)
+        groups = -(-self._config.global_batch // rows)
+        if self._config.order == "log" and groups < self._ranks:
+            notice(
+                f"order = log: a step of {self._config.global_batch} samples comes from about {groups} row groups of "
+                f"{rows}, so most of {self._ranks} ranks hold nothing until samples are balanced"
+            )
 
     def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
         """Cut windows into steps."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from freescale.data.order.cursor import Share
+from freescale.data.order.layout import ranges
 from freescale.data.split import Split
 from freescale.data.store.columns import CANDIDATE, Group, Kind, is_candidate
 from freescale.data.vocabulary import KnownItems
@@ -137,7 +138,4 @@ def _selector(begin: Ints, end: Ints) -> slice | Ints:
     """Which values rows own: a slice where the rows follow each other, else their indices."""
     if np.array_equal(begin[1:], end[:-1]):
         return slice(int(begin[0]), int(end[-1])) if len(begin) else slice(0, 0)
-    lengths = end - begin
-    index = np.arange(int(lengths.sum()))
-    index += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
-    return index
+    return ranges(begin, end - begin)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.order.layout import Layout
+from freescale.data.order.layout import Layout, ranges
 from freescale.data.order.permute import Permutation, key_of
 from freescale.errors import ConfigError
 
@@ -88,11 +88,11 @@ class Order:
         first = np.cumsum(rows) - rows
         total = int(rows.sum())
         groups, rows, first = groups[rank::ranks], rows[rank::ranks], first[rank::ranks]
-        inside = _ranges(first, rows)
+        inside = ranges(first, rows)
         if self.kind == "shuffle" and total:
             inside = Permutation(total, key_of(self.seed, self.epoch, _SAMPLES, window))(inside)
         source = np.argsort(inside, kind="stable")
-        sample_id = _ranges(self.layout.first_row_of(groups), rows)
+        sample_id = ranges(self.layout.first_row_of(groups), rows)
         return Share(groups, self.start_of(window) + inside[source], source, sample_id[source])
 
     @cached_property
@@ -115,12 +115,6 @@ class Order:
                 order = Permutation(n, key_of(self.seed, self.epoch, _GROUPS, shard[chosen]))
                 result[chosen] = (order.inverse if backward else order)(index[chosen])
         return result
-
-
-def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lay the ranges [first, first + count) end to end."""
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()), dtype=np.int64)
 
 
 @dataclass
@@ -165,4 +159,10 @@ class Cursor:
                     f"the saved cursor counts on {name} = {state[name]!r}, this run has {mine!r}",
                     remedy=f"resume with {name} = {state[name]!r}, or start the data from its beginning",
                 )
-        self.epoch, self.step = int(state["epoch"]), int(state["step"])
+        epoch, step = int(state["epoch"]), int(state["step"])
+        if epoch < 0 or not 0 <= step < max(1, self.steps):
+            raise ConfigError(
+                f"the saved cursor is at step {step} of epoch {epoch}, which does not exist",
+                remedy="take a cursor that this run saved",
+            )
+        self.epoch, self.step = epoch, step

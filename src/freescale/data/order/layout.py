@@ -54,3 +54,10 @@ class Layout:
     @cached_property
     def _excess(self) -> NDArray[np.int64]:
         return np.concatenate([[0], np.cumsum(self.odd_rows - self.common)])
+
+
+def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Lay the ranges [first, first + count) end to end."""
+    laid = np.arange(int(count.sum()), dtype=np.int64)
+    laid += np.repeat(first - (np.cumsum(count) - count), count)
+    return laid

@@ -22,13 +22,13 @@ from freescale.errors import DataError
 
 FILES = 64
 GROUPS_PER_FILE = 4096
-_GROUP_BYTES = 1 << 19
+_GROUP_BYTES = 384 << 10
 _SMALLEST_GROUP = 32
 _ENOUGH_GROUPS = 512
 
 
 def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
-    """Size row groups: about half a MiB each in a large data set, and in a small one enough groups for every rank."""
+    """Size row groups: about 400 kB each in a large data set, and in a small one enough groups for every rank."""
     bytes_per_row = max(1.0, 8.0 * columns * events / max(1, rows))
     fit = max(1, int(_GROUP_BYTES / bytes_per_row))
     return min(fit, max(_SMALLEST_GROUP, rows // _ENOUGH_GROUPS))
