@@ -21,6 +21,7 @@ from freescale.data.store.quarantine import Place, Quarantine
 from freescale.data.vocabulary import FILE
 from freescale.errors import DataError, reason
 
+_BATCH = 1_000_000
 _BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
 USERS_FILE = "users.parquet"
 
@@ -116,8 +117,13 @@ class _Import:
 
     def _keys(self, column: str) -> pl.DataFrame:
         """The distinct keys of the log in their own order, and how often each occurs."""
-        counted = self._events.group_by(column).agg(pl.len().alias("count")).collect(engine="streaming")
-        return counted.sort(column).select(pl.col(column).alias("key"), pl.col("count").cast(pl.Int64))
+        # Counted batch by batch: Polars' own streaming group_by was seen to hold memory that grows with the events.
+        found, pending = None, []
+        for batch in self._events.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH):
+            pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
+            if sum(map(len, pending)) > _BATCH:
+                found, pending = _merged(found, pending), []
+        return _merged(found, pending).sort("key")
 
     def _use_numbers(self, column: str, numbers: pl.DataFrame) -> None:
         """Replace keys by their numbers."""
@@ -138,7 +144,9 @@ class _Import:
         for number, bucket in enumerate(sorted(path for path in parts.iterdir())):
             histories = _group(pl.read_parquet(bucket / "*.parquet" if bucket.is_dir() else bucket))
             written.append(self._scratch / f"histories-{number}.parquet")
-            histories.write_parquet(written[-1], row_group_size=4096, compression="lz4")
+            # A range of time is read from every bucket at once, so row groups are no larger than what it takes of one.
+            share = max(32, len(histories) // buckets)
+            histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
         return written
 
     def _write(self, parts: list[Path], events: int, items: int, ranges: int) -> Manifest:
@@ -153,6 +161,14 @@ class _Import:
             items=items,
             note=f"imported from {self._log_name}",
         )
+
+
+def _merged(found: pl.DataFrame | None, more: list[pl.DataFrame]) -> pl.DataFrame:
+    """Add up counts of keys."""
+    parts = more if found is None else [found, *more]
+    if not parts:
+        return pl.DataFrame(schema={"key": pl.Int64, "count": pl.Int64})
+    return pl.concat(parts).group_by("key").agg(pl.col("count").sum())
 
 
 def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
