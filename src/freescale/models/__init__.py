@@ -1,0 +1,1 @@
+"""Sequence models on jagged batches: HSTU, SASRec, their attention and losses. Knows no process group."""

@@ -1,0 +1,158 @@
+"""Promise: a sample's result depends on the sample alone, and the fast attention means what the readable one says."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from freescale.config import ModelConfig
+from freescale.models import attention, losses
+from freescale.models.hstu import HSTU, RelativeBias
+from freescale.models.keyed import Keys, hashed
+from freescale.models.sasrec import SASRec
+from freescale.models.sequence import Layout
+
+DIM, LONGEST = 8, 700
+
+
+def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Layout:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return Layout(offsets, None if candidates is None else torch.tensor(candidates))
+
+
+def inputs(layout: Layout, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(layout.tokens, *shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+
+def times(layout: Layout) -> Tensor:
+    return layout.position * 977 + layout.position**2
+
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90), st.sampled_from([255, 256, 257, 600])), max_size=9)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=LENGTHS, heads=st.sampled_from([1, 2, 4]), share=st.floats(0, 1), kind=st.sampled_from(["hstu", "softmax"])
+)
+def test_fast_attention_is_the_reference_in_value_and_in_every_gradient(
+    lengths: list[int], heads: int, share: float, kind: str
+) -> None:
+    layout = layout_of(lengths, [int(share * n) for n in lengths])
+    bias = RelativeBias(LONGEST).double()
+    found = []
+    for name in ("", "reference_"):
+        q, k, v = (inputs(layout, heads, DIM // heads, seed=seed) for seed in range(3))
+        attend = getattr(attention, f"{name}{kind}_attention")
+        extra = {"bias": bias, "scale": 50.0} if kind == "hstu" else {}
+        out = attend(q, k, v, *([times(layout)] if kind == "hstu" else []), layout, **extra)
+        weights = torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).cos()
+        wanted = [q, k, v, *(bias.parameters() if kind == "hstu" else ())]
+        grads = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
+        found.append([out, *grads])
+    for fast, meant in zip(*found, strict=True):
+        torch.testing.assert_close(fast, meant, rtol=1e-9, atol=1e-11)
+
+
+def encoder(kind: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    config = ModelConfig(kind=kind, dim=DIM, layers=2, heads=2)  # type: ignore[arg-type]
+    return {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST, dropout=0.3).double()
+
+
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8), chosen=st.data())
+@settings(max_examples=20)
+def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout(
+    kind: str, lengths: list[int], chosen: st.DataObject
+) -> None:
+    model, layout = encoder(kind), layout_of(lengths)
+    sample_id = torch.arange(len(lengths)) * 7919 + 5
+    x = inputs(layout, DIM)
+    together = model(x, times(layout), layout, Keys.of(layout, sample_id, seed=1, step=9))
+    i = chosen.draw(st.integers(0, len(lengths) - 1))
+    begin, end = layout.offsets[i], layout.offsets[i + 1]
+    single = layout_of([lengths[i]])
+    alone = model(x[begin:end], times(single), single, Keys.of(single, sample_id[i : i + 1], seed=1, step=9))
+    torch.testing.assert_close(together[begin:end], alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+def test_the_future_and_other_candidates_are_not_seen(kind: str) -> None:
+    model, layout = encoder(kind), layout_of([12], [3])
+    x = inputs(layout, DIM)
+    out = model(x, times(layout), layout)
+    for token in range(12):
+        (gradient,) = torch.autograd.grad(out[token].square().sum(), x, retain_graph=True)
+        seen = gradient.abs().sum(1) > 0
+        expected = [k <= token and (k < 9 or k == token) for k in range(12)]
+        assert seen.tolist() == expected
+
+
+def test_keyed_randomness_follows_the_sample_and_changes_with_seed_step_and_place() -> None:
+    layout = layout_of([5, 3])
+    ids = torch.tensor([11, 22])
+    swapped = layout_of([3, 5])
+    a = Keys.of(layout, ids, seed=1, step=2).integers(64, 1000, salt=0)
+    b = Keys.of(swapped, ids.flip(0), seed=1, step=2).integers(64, 1000, salt=0)
+    assert torch.equal(a[:5], b[3:])
+    assert torch.equal(a[5:], b[:3])
+    others = [
+        Keys.of(layout, ids, seed=2, step=2).integers(64, 1000, salt=0),
+        Keys.of(layout, ids, seed=1, step=3).integers(64, 1000, salt=0),
+        Keys.of(layout, ids, seed=1, step=2).integers(64, 1000, salt=1),
+        a.roll(1, 0),
+    ]
+    for other in others:
+        assert (a == other).float().mean() < 0.02
+
+
+def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
+    layout = layout_of([400] * 10)
+    keys = Keys.of(layout, torch.arange(10), seed=0, step=0)
+    dropped = keys.dropout(torch.ones(4000, 50, dtype=torch.float64), 0.2, salt=4)
+    assert (dropped == 0).double().mean() == pytest.approx(0.2, abs=0.005)
+    assert dropped.mean() == pytest.approx(1.0, abs=0.005)
+    by_column = (dropped == 0).double().mean(0)
+    assert by_column.min() > 0.17
+    assert by_column.max() < 0.23
+
+
+def test_the_hash_is_splitmix64() -> None:
+    from freescale.data.order.permute import mix
+
+    values = torch.tensor([0, 1, -1, 2**62, 123456789])
+    assert hashed(values).numpy().view("uint64").tolist() == mix(values.numpy().view("uint64")).tolist()
+
+
+def test_sampled_softmax_is_the_cross_entropy_of_cosines() -> None:
+    torch.manual_seed(0)
+    output, positive, negative = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5, 4).double()
+    same = torch.zeros(6, 5, dtype=torch.bool)
+    same[2, 3] = True
+    weight = torch.tensor([1, 1, 1, 1, 1, 0]).double()
+    total = 0.0
+    for t in range(5):
+        others = [negative[t, j] for j in range(5) if not same[t, j]]
+        cosines = torch.stack([torch.cosine_similarity(output[t], item, dim=0) for item in [positive[t], *others]])
+        total -= (cosines / 0.05).log_softmax(0)[0].item()
+    got = losses.sampled_softmax(output, positive, negative, same=same, weight=weight, temperature=0.05)
+    assert got.item() == pytest.approx(total, rel=1e-12)
+
+
+def test_binary_tasks_add_up_over_tasks_and_weights() -> None:
+    logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
+    got = losses.binary_tasks(logits, labels, weight=torch.tensor([1.0, 0.5]))
+    assert got.item() == pytest.approx((each[0].sum() + 0.5 * each[1].sum()).item(), rel=1e-6)
+
+
+def test_buckets_waste_little_and_hold_every_token_once() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 1000, (128,)).tolist()
+    layout = layout_of(lengths)
+    assert sorted(torch.cat([b.index[b.valid] for b in layout.buckets]).tolist()) == list(range(layout.tokens))
+    padded = sum(b.index.shape[0] * b.index.shape[1] ** 2 for b in layout.buckets)
+    assert padded <= 1.6 * sum(n * n for n in lengths)
