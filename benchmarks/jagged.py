@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import record
 import torch
 
+import record
 from freescale.config import ModelConfig
 from freescale.data.sources import synthetic
 from freescale.models.hstu import HSTU

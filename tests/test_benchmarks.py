@@ -23,3 +23,11 @@ def test_importing_goes_through_the_disk(tmp_path: Path) -> None:
     subprocess.run([sys.executable, BENCHMARKS / "importing.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert 0 < result["peak_mb"] < 1000
+
+
+def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path) -> None:
+    out = tmp_path / "jagged.json"
+    options = ["--batch", "32", "--longest", "512", "--repeats", "1", "--dim", "32", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
+    for result in json.loads(out.read_text())["results"]:
+        assert result["ratio_median"] < 0.5

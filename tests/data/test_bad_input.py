@@ -151,6 +151,13 @@ def test_one_unreadable_file_among_foreign_ones_can_be_skipped(tmp_path: Path) -
     assert users == list(range(12))
 
 
+def test_a_file_given_for_a_folder_is_told_so(tmp_path: Path) -> None:
+    pq.write_table(histories(LENGTHS), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="a file, not a data set") as caught:
+        Dataset(str(tmp_path / "x.parquet"))
+    assert "folder" in caught.value.remedy
+
+
 @pytest.mark.parametrize("address", ["/no/such/folder", "nosuchscheme://x/y", "memory://nothing"])
 def test_a_wrong_address_is_an_error_with_a_remedy(address: str) -> None:
     with pytest.raises(DataError) as caught:

@@ -203,8 +203,10 @@ def test_a_later_log_keeps_the_numbers_of_an_earlier_vocabulary(tmp_path: Path) 
 )
 def test_a_log_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, says: str) -> None:
     source = tmp_path / "log.csv" if text is None else write(tmp_path / "log.csv", text)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=says) as caught:
         run(tmp_path, name, [source])
+    assert caught.value.where
+    assert caught.value.remedy
 
 
 def test_broken_archives_and_unknown_formats_are_refused(tmp_path: Path) -> None:

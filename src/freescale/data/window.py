@@ -108,7 +108,7 @@ class _Packer:
         """The values [begin, end) of each row, `bounds` by group."""
         lengths = _end_to_end([end - begin for begin, end in bounds])[self._rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        features: dict[str, Values] = {}
+        features = {name: np.empty(offsets[-1], self._kinds[name].dtype) for name in names}
         for group, place, (begin, end) in zip(self._groups, self._places, bounds, strict=True):
             kept = place >= 0
             source = _selector(begin[kept], end[kept])
@@ -118,16 +118,11 @@ class _Packer:
                 if len(self._groups) == 1 and isinstance(target, slice):
                     features[name] = values  # in order already, so as Arrow decoded it
                 else:
-                    features.setdefault(name, np.empty(offsets[-1], values.dtype))[target] = values
-        return Packed(offsets, {name: self._known_only(name, features) for name in names})
-
-    def _known_only(self, name: str, features: Mapping[str, Values]) -> Values:
-        values = features.get(name, np.empty(0, self._kinds[name].dtype))
-        if name not in ("item_id", CANDIDATE):
-            return values
-        values, unknown = self._known.fold(values)
-        self.unknown += unknown
-        return values
+                    features[name][target] = values
+        for name in {"item_id", CANDIDATE} & features.keys():
+            features[name], unknown = self._known.fold(features[name])
+            self.unknown += unknown
+        return Packed(offsets, features)
 
 
 def _end_to_end(pieces: Sequence[Values], dtype: DTypeLike = np.int64) -> NDArray[Any]:

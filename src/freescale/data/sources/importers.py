@@ -76,7 +76,11 @@ def open_log(
     for source in sources:
         if not source.is_file():
             raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
-    return FORMATS[name](Job(sources, scratch, quarantine, columns or Columns(), style or CsvStyle()))
+    try:
+        return FORMATS[name](Job(sources, scratch, quarantine, columns or Columns(), style or CsvStyle()))
+    except DataError as error:
+        error.where = error.where or ", ".join(map(str, sources))
+        raise
 
 
 def _ml1m(job: Job) -> pl.LazyFrame:

@@ -78,6 +78,9 @@ class Dataset:
             raw = self._files.read(manifest.NAME)
         except FileNotFoundError:
             return None
+        except NotADirectoryError as error:
+            remedy = "give the folder that holds the Parquet files"
+            raise DataError("this is a file, not a data set", where=self.address, remedy=remedy) from error
         except OSError as error:
             raise DataError(reason(error), where=self.address, remedy=_CHECK_ADDRESS) from error
         return manifest.parse(raw, f"{self.address}/{manifest.NAME}")

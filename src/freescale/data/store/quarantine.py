@@ -58,7 +58,9 @@ class Quarantine:
     ) -> None:
         """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
         if not self._skip:
-            raise DataError(what, where=str(place), remedy=f"{remedy}, or go on without it: on_bad = skip") from cause
+            raise DataError(
+                what, where=str(place), remedy=f"{remedy}, or go on without it: on_bad = skip (--on-bad skip)"
+            ) from cause
         with self._lock:
             if place in self._seen:
                 return
