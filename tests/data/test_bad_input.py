@@ -151,6 +151,22 @@ def test_one_unreadable_file_among_foreign_ones_can_be_skipped(tmp_path: Path) -
     assert users == list(range(12))
 
 
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (replaced("item_id", pa.array([["a"]] * 8)), "has type"),
+        (replaced("age", pa.array(range(8))).drop(["item_id"]), "missing"),
+    ],
+)
+def test_a_later_file_with_other_columns_is_named(tmp_path: Path, second: pa.Table, says: str) -> None:
+    pq.write_table(histories(LENGTHS, candidates=True), tmp_path / "a.parquet")
+    pq.write_table(second, tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=says) as caught:
+        list(loader(tmp_path))
+    assert "b.parquet" in caught.value.where
+    assert sorted(sum((ids(batch) for batch in loader(tmp_path, on_bad="skip")), [])) == list(range(8))
+
+
 def test_a_file_given_for_a_folder_is_told_so(tmp_path: Path) -> None:
     pq.write_table(histories(LENGTHS), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="a file, not a data set") as caught:
@@ -207,3 +223,20 @@ def test_two_hundred_damaged_files_are_all_found(tmp_path: Path) -> None:
             missed.append((case, victim.name))
         shutil.rmtree(folder)
     assert missed == []
+
+
+def test_no_byte_of_a_data_set_can_flip_unseen(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "data", histories([1 + i % 5 for i in range(12)]), rows_per_group=12)
+    rng = np.random.default_rng(7)
+    unseen = []
+    for file in sorted((tmp_path / "data").iterdir()):
+        whole = file.read_bytes()
+        for at in range(len(whole)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+            try:
+                list(loader(tmp_path / "data", features=("rating", "age")))
+                unseen.append((file.name, at))
+            except DataError:
+                pass
+        file.write_bytes(whole)
+    assert unseen == []

@@ -81,7 +81,7 @@ def choose(schema: pa.Schema, features: Sequence[str], place: Place) -> dict[str
     """Name the columns to read and what they hold, or say what is missing or mistyped."""
     present = set(schema.names)
     labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
-    wanted = [*REQUIRED, *features, *(name for name in labels if name not in features)]
+    wanted = list(dict.fromkeys([*REQUIRED, *features, *labels]))
     for name in wanted:
         if name not in present:
             raise DataError(f"column '{name}' is missing", where=str(place), remedy=nearest(name, present))

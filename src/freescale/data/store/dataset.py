@@ -57,6 +57,8 @@ class Dataset:
             table = self._files.read_group(file, index, self.columns)
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
+            if not file.noted:  # only the columns of the first file were looked at so far
+                columns.choose(table.schema, tuple(self.columns), Place(file.name))
         except Exception as error:  # Arrow raises many kinds on damaged bytes; none may reach the user bare
             what = error.what if isinstance(error, DataError) else reason(error)
             place = Place(file.name, index)
