@@ -79,6 +79,20 @@ def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout
     torch.testing.assert_close(together[begin:end], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["hstu", "softmax"])
+def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> None:
+    layout = layout_of([4, 12], [0, 3])
+    q, k, v = (inputs(layout, 1, DIM, seed=seed) for seed in range(3))
+    if kind == "hstu":
+        out = attention.hstu_attention(q, k, v, times(layout), layout, bias=RelativeBias(12).double(), scale=1.0)
+    else:
+        out = attention.softmax_attention(q, k, v, layout)
+    for query in range(12):
+        (gradient,) = torch.autograd.grad(out[4 + query].sum(), v, retain_graph=True)
+        read = (gradient.abs().sum((1, 2)) > 0).nonzero().flatten().tolist()
+        assert read == [4 + key for key in range(12) if (key <= query and key < 9) or key == query]
+
+
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 def test_the_future_and_other_candidates_are_not_seen(kind: str) -> None:
     model, layout = encoder(kind), layout_of([12], [3])
