@@ -56,6 +56,12 @@ class InstallError(FreeScaleError):
     exit_code = 4
 
 
+class TransportError(FreeScaleError):
+    """Data that did not arrive from another rank."""
+
+    exit_code = 5
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Say which known name was probably meant, or list them all."""
     names = sorted(known)

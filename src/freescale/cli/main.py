@@ -27,7 +27,8 @@ COMMANDS = {
     "data stats": Command("freescale.cli.data_stats", "lengths, popularity, and the bubble of random batches"),
 }
 
-_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 130 interrupted"
+_EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 5 a rank lost,
+            130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

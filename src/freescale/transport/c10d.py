@@ -1,0 +1,42 @@
+"""Transfers by torch.distributed: gloo between CPUs, NCCL between GPUs. The baseline that is there everywhere."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.transport.handle import Handle, Peers
+
+
+class C10d:
+    """Collectives of one process group. Operations are named, because errors name them."""
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, deadline: float = 600.0) -> None:
+        self.peers = Peers(group.rank(), group.size(), store)
+        self._group, self._deadline = group, deadline
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
+        """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
+        rows = rows.contiguous()
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = dist.all_to_all_single(out, rows, list(receive), list(send), group=self._group, async_op=True)
+        # The rows must outlive the transfer, so the handle holds them.
+        return self._handle(work, name, lambda _kept=rows: out)
+
+    def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
+        """Gather equally shaped values of all ranks into [ranks, ...]."""
+        values = values.contiguous()
+        parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
+        work = dist.all_gather(parts, values, group=self._group, async_op=True)
+        return self._handle(work, name, lambda _kept=values: torch.stack(parts))
+
+    def all_reduce(self, values: Tensor, *, name: str) -> Handle[Tensor]:
+        """Add up values over all ranks, in place."""
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        return self._handle(work, name, lambda: values)
+
+    def _handle(self, work: dist.Work | None, name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
+        if work is None:
+            raise RuntimeError(f"{name}: this rank is not in the group")
+        return Handle(work, finish, operation=name, peers=self.peers, deadline=self._deadline)

@@ -1,0 +1,67 @@
+"""A transfer under way, and what is said when it does not arrive.
+
+Nothing in FreeScale waits without a deadline. A wait that fails says which operation, on which rank, and which peers
+did not answer when asked. Asking costs nothing until something has failed: every rank whose wait failed signs a list in
+the store, and after a moment of grace whoever has not signed is named.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from freescale.errors import TransportError, reason
+
+T = TypeVar("T")
+_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Who takes part in a transfer, and how to ask who is still there."""
+
+    rank: int
+    ranks: int
+    store: dist.Store
+
+    def silent(self, operation: str) -> list[int]:
+        """Sign the list of those whose wait failed, give the others a moment, and name who did not sign."""
+        keys = [f"freescale/failed/{operation}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], "1")
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until and not self.store.check(keys):
+            time.sleep(0.05)
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+
+class Handle(Generic[T]):
+    """What a transfer will give. `wait` returns it, or fails by the deadline."""
+
+    def __init__(
+        self, work: dist.Work, finish: Callable[[], T], *, operation: str, peers: Peers, deadline: float
+    ) -> None:
+        self._work, self._finish = work, finish
+        self._operation, self._peers, self._deadline = operation, peers, deadline
+
+    def wait(self) -> T:
+        """Wait for the transfer to end and give its result."""
+        try:
+            self._work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return self._finish()
+
+    def _failed(self, error: RuntimeError) -> TransportError:
+        try:
+            silent = self._peers.silent(self._operation)
+            who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
+        except RuntimeError:
+            who = "the store does not answer, so its host is probably gone"
+        return TransportError(
+            f"{self._operation} failed on rank {self._peers.rank} of {self._peers.ranks}: {who}",
+            where=reason(error),
+            remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
+        )

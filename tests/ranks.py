@@ -1,0 +1,94 @@
+"""Real ranks for tests: processes over gloo on the loopback, started once and sent work.
+
+A process takes seconds to import torch, so a test module starts its ranks once (see the fixture in `conftest`) and
+sends them module-level functions. Every wait has a deadline; what a rank raises is raised here with its rank.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+DEADLINE = 120.0
+
+
+class World(NamedTuple):
+    """What a function that runs on a rank is given."""
+
+    rank: int
+    ranks: int
+    store: dist.Store
+
+
+class RankError(Exception):
+    """A rank raised something."""
+
+
+class Ranks:
+    """Some processes that form one gloo group."""
+
+    def __init__(self, ranks: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        # The store lives in this process, so that any rank may die without taking it along.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Run `function(world, *arguments)` on every rank and give what each returned."""
+        self.send(function, *arguments)
+        return [self.result(rank, deadline) for rank in range(len(self._pipes))]
+
+    def send(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Start it on every rank."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def result(self, rank: int, deadline: float = DEADLINE) -> Any:
+        """What one rank returned, or raised."""
+        if not self._pipes[rank].poll(deadline):
+            raise RankError(f"rank {rank} gave no answer within {deadline} s")
+        ok, value = self._pipes[rank].recv()
+        if not ok:
+            raise RankError(f"rank {rank}:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    world = World(rank, ranks, store)
+    while (task := pipe.recv()) is not None:
+        function, arguments = task
+        try:
+            pipe.send((True, function(world, *arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

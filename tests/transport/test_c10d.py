@@ -1,0 +1,114 @@
+"""Promise: uneven exchanges arrive as they were sent, and a rank that is gone or stuck is named before the deadline."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from freescale.errors import TransportError
+from freescale.transport.c10d import C10d
+from tests.ranks import RankError, Ranks, World
+
+
+def transport(world: World, deadline: float = 60.0) -> C10d:
+    assert dist.group.WORLD is not None
+    return C10d(dist.group.WORLD, world.store, deadline=deadline)
+
+
+def exchange(world: World, seed: int, dtype: torch.dtype, width: int) -> bool:
+    """Random uneven splits, zeros among them; every row says who sent it, to whom, and which it is."""
+    splits = np.random.default_rng(seed).integers(0, 5, (world.ranks, world.ranks)) * (seed % 3)
+
+    def rows(source: int, target: int) -> torch.Tensor:
+        values = torch.arange(splits[source, target] * width) + 7 * source + 3 * target
+        return values.reshape(-1, width).to(dtype)
+
+    mine = torch.cat([rows(world.rank, target) for target in range(world.ranks)])
+    send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
+    got = transport(world).all_to_all(mine, send, receive, name="rows").wait()
+    return torch.equal(got, torch.cat([rows(source, world.rank) for source in range(world.ranks)]))
+
+
+def gather_and_reduce(world: World) -> tuple[list[Any], list[Any]]:
+    one = transport(world)
+    gathered = one.all_gather(torch.tensor([world.rank, 10 * world.rank]), name="lengths").wait()
+    reduced = one.all_reduce(torch.tensor([1.5, float(world.rank)]), name="gradients").wait()
+    return gathered.tolist(), reduced.tolist()
+
+
+def wait_for_all(world: World, stuck: int, deadline: float) -> str:
+    """Reduce together; one rank is stuck, and the others say what they were told."""
+    if world.rank == stuck:
+        time.sleep(deadline + 4)
+        return "slept"
+    try:
+        transport(world, deadline).all_reduce(torch.ones(4), name=f"gradients of step {stuck}").wait()
+    except TransportError as error:
+        return str(error)
+    return "arrived"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    started = Ranks(request.param)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_uneven_exchanges_arrive_as_they_were_sent(ranks: Ranks, dtype: torch.dtype) -> None:
+    for seed in range(12):
+        assert all(ranks.run(exchange, seed, dtype, 1 + seed % 4)), seed
+
+
+def test_gathers_and_sums_hold_every_rank(ranks: Ranks) -> None:
+    count = len(ranks.processes)
+    for gathered, reduced in ranks.run(gather_and_reduce):
+        assert gathered == [[rank, 10 * rank] for rank in range(count)]
+        assert reduced == [1.5 * count, sum(range(count))]
+
+
+def test_what_a_rank_raises_is_raised_here(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="rank 0:"):
+        ranks.run(exchange, "no seed", torch.float32, 1)
+    for rank in range(1, len(ranks.processes)):
+        with pytest.raises(RankError):
+            ranks.result(rank)
+
+
+def test_a_stuck_rank_is_named_by_all_others_by_the_deadline() -> None:
+    started = Ranks(3)
+    try:
+        begin = time.monotonic()
+        told = started.run(wait_for_all, 1, 2.0)
+        assert time.monotonic() - begin < 60
+        assert told[1] == "slept"
+        for rank in (0, 2):
+            assert f"gradients of step 1 failed on rank {rank} of 3: ranks that do not answer: 1" in told[rank]
+            assert "remedy:" in told[rank]
+    finally:
+        started.close()
+
+
+def test_a_killed_rank_is_named_by_all_others() -> None:
+    started = Ranks(3)
+    try:
+        started.run(gather_and_reduce)  # the group is connected
+        started.send(wait_for_all, 2, 30.0)
+        time.sleep(0.5)
+        pid = started.processes[2].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        told = [started.result(rank) for rank in (0, 1)]
+        assert time.monotonic() - begin < 30
+        for text in told:
+            assert "ranks that do not answer: 2" in text
+    finally:
+        started.close()
