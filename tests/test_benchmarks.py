@@ -15,6 +15,9 @@ def test_streaming_holds_bounded_memory(tmp_path: Path) -> None:
     for result in json.loads(out.read_text())["results"]:
         assert result["memory_grown_mb"] < 400
         assert result["rows_per_second"] > 0
+    picture = tmp_path / "streaming.png"
+    subprocess.run([sys.executable, BENCHMARKS / "picture.py", out, picture], check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_importing_goes_through_the_disk(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Promise: the package and its help load at once, without torch, and its public names are where they are said to be."""
 
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +54,9 @@ def test_public_names_load_lazily_and_all_exist() -> None:
         assert name in dir(freescale)
     with pytest.raises(AttributeError, match="no attribute 'Loder'"):
         _ = freescale.Loder  # type: ignore[attr-defined]
+
+
+def test_the_pinned_sets_name_exact_versions_and_nothing_else() -> None:
+    for file in sorted((Path(__file__).parents[1] / "requirements").iterdir()):
+        for line in file.read_text().splitlines():
+            assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line), line

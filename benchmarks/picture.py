@@ -1,0 +1,39 @@
+"""Draw a kept result. Needs the extra `viz`.
+
+python benchmarks/picture.py benchmarks/results/streaming.json benchmarks/results/streaming.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def main(source: Path, target: Path) -> None:
+    kept = json.loads(source.read_text())
+    rows = kept["results"]
+    names = [f"{row['preset']}\n{row['order']}" for row in rows]
+    middle = [row["ratio_median"] for row in rows]
+    spread = [
+        [row["ratio_median"] - row["ratio_range"][0] for row in rows],
+        [row["ratio_range"][1] - row["ratio_median"] for row in rows],
+    ]
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    speed.bar(names, middle, yerr=spread, capsize=4, color="#1b6ca8")
+    speed.axhline(0.5, color="#d1495b", linestyle="--", label="aim")
+    speed.set(title="rows per second, over pyarrow's scan", ylim=(0, 1))
+    speed.legend()
+    memory.bar(names, [row["memory_grown_mb"] for row in rows], color="#3a7d44")
+    memory.axhline(400, color="#d1495b", linestyle="--", label="bound")
+    memory.set(title="memory above the bare process, MB")
+    memory.legend()
+    figure.suptitle(kept["command"], fontsize=9)
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
