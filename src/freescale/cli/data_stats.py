@@ -62,12 +62,13 @@ def run(argv: Sequence[str], prog: str) -> int:
     if not found.rows:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
     bubbles = _bubbles(found, options)
-    _say_what_was_seen(dataset)
+    unchecked = dataset.unchecked_files()
+    _say_what_was_seen(dataset, unchecked)
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(_page(options, found, bubbles), encoding="utf-8")
     if options.json:
-        print_json(_figures(options, dataset, found, bubbles))
+        print_json(_figures(options, dataset, found, bubbles, unchecked))
     else:
         _print(options, found, bubbles)
     return 0
@@ -79,17 +80,18 @@ def _bubbles(found: Profile, options: Options) -> list[Imbalance]:
     return [random_batches(costs, found.lengths.counts, ranks=ranks, batch=options.batch) for ranks in options.ranks]
 
 
-def _say_what_was_seen(dataset: Dataset) -> None:
+def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:
     if dataset.quarantine.rows:
         notice(dataset.quarantine.summary())
-    unchecked = dataset.unchecked_files()
     if unchecked:
         notice(
             f"{len(unchecked)} files without page checksums ({unchecked[0]} first): flipped bits cannot be seen there"
         )
 
 
-def _figures(options: Options, dataset: Dataset, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
+def _figures(
+    options: Options, dataset: Dataset, found: Profile, bubbles: list[Imbalance], unchecked: list[str]
+) -> dict[str, Any]:
     return {
         "path": options.path,
         "histories": found.rows,
@@ -104,7 +106,7 @@ def _figures(options: Options, dataset: Dataset, found: Profile, bubbles: list[I
         "model": asdict(options.model),
         "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
         "set_aside": dict(dataset.quarantine.counts),
-        "files_without_checksums": len(dataset.unchecked_files()),
+        "files_without_checksums": len(unchecked),
     }
 
 

@@ -55,7 +55,7 @@ def _by_bucket(
     bias: Bias | None,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    places, outputs = [], []
+    outputs = []
     for bucket in layout.buckets:
         padded = [bucket.gather(x) for x in (q, k, v, time)]
         longest = bucket.index.shape[1]
@@ -64,10 +64,9 @@ def _by_bucket(
             for begin in range(0, longest, _BLOCK)
         ]
         outputs.append(torch.cat(blocks, dim=1)[bucket.valid])
-        places.append(bucket.index[bucket.valid])
     if not outputs:
         return torch.zeros_like(v) + 0 * (q.sum() + k.sum() + v.sum())  # stays in the graph: peers expect gradients
-    return torch.cat(outputs)[torch.cat(places).argsort()]
+    return torch.cat(outputs)[layout.out_of_buckets]
 
 
 def _block(

@@ -75,6 +75,11 @@ class Layout:
             begin = end
         return found
 
+    @cached_property
+    def out_of_buckets(self) -> Tensor:
+        """Where each token is found when the tokens of all buckets are laid end to end; the same for every layer."""
+        return torch.cat([bucket.index[bucket.valid] for bucket in self.buckets]).argsort()
+
     def _bucket(self, samples: Tensor, longest: int) -> Bucket:
         place = torch.arange(longest, device=self.offsets.device)
         valid = place < self.lengths[samples, None]

@@ -153,7 +153,8 @@ class Files:
             image = _Image(size, metadata)
         except Exception as error:  # a damaged footer makes Arrow raise almost anything
             raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
-        return Footer(metadata, image, parse_sums(sums, metadata) if file.noted else None)
+        noted = np.frombuffer(sums, dtype="<u4").reshape(metadata.num_row_groups, -1) if file.noted else None
+        return Footer(metadata, image, noted)
 
 
 def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:
@@ -161,11 +162,6 @@ def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
     sums = [zlib.crc32(data[chunk.start : chunk.end]) for group in groups for chunk in chunks(group)]
     return np.array(sums, dtype="<u4").tobytes()
-
-
-def parse_sums(raw: bytes, metadata: pq.FileMetaData) -> NDArray[np.uint32]:
-    """Checksums by row group and column."""
-    return np.frombuffer(raw, dtype="<u4").reshape(metadata.num_row_groups, -1)
 
 
 class _Image:
