@@ -20,21 +20,23 @@ from freescale.config import ModelConfig
 from freescale.data.sources import synthetic
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
-from freescale.models.sequence import Layout
+from freescale.models.sequence import Layout, Times
 
 
 def step(model: torch.nn.Module, lengths: list[int], dim: int) -> float:
-    layout = Layout(torch.tensor([0, *lengths]).cumsum(0))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    event = Layout(offsets).position * 60
+    layout = Layout(offsets, times=Times(event, event))
     x = torch.randn(layout.tokens, dim, requires_grad=True)
     begin = time.perf_counter()
-    model(x, layout.position * 60, layout).square().sum().backward()
+    model(x, layout).square().sum().backward()
     return time.perf_counter() - begin
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
-    config = ModelConfig(dim=options.dim, layers=2, heads=1)
-    model = {"hstu": HSTU, "sasrec": SASRec}[name](config, longest=options.longest, dropout=0.0)
+    config = ModelConfig(dim=options.dim, layers=2, heads=1, dropout=0.0)
+    model = {"hstu": HSTU, "sasrec": SASRec}[name](config, longest=options.longest)
     drawn = synthetic.lengths("heavy", options.batch, np.random.default_rng(0))
     lengths = np.minimum(drawn, options.longest).tolist()
     padded = [max(lengths)] * len(lengths)

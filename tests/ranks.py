@@ -51,7 +51,15 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Run `function(world, *arguments)` on every rank and give what each returned."""
         self.send(function, *arguments)
-        return [self.result(rank, deadline) for rank in range(len(self._pipes))]
+        results, errors = [], []
+        for rank in range(len(self._pipes)):
+            try:
+                results.append(self.result(rank, deadline))
+            except RankError as error:
+                errors.append(str(error))
+        if errors:
+            raise RankError("\n".join(errors))
+        return results
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Start it on every rank."""

@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names)}"
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Give another library's complaint as one short line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]

@@ -1,5 +1,8 @@
 """Promise: a sample's result depends on the sample alone, and the fast attention means what the readable one says."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,23 +14,21 @@ from freescale.models import attention, losses
 from freescale.models.hstu import HSTU, RelativeBias
 from freescale.models.keyed import Keys, hashed
 from freescale.models.sasrec import SASRec
-from freescale.models.sequence import Layout
+from freescale.models.sequence import Layout, Times
 
 DIM, LONGEST = 8, 700
 
 
 def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Layout:
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return Layout(offsets, None if candidates is None else torch.tensor(candidates))
+    """Samples whose events and questions have their own times."""
+    layout = Layout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
+    event = layout.position * 977 + layout.position**2
+    return replace(layout, times=Times(event, event + 40 * (layout.position % 7)))
 
 
 def inputs(layout: Layout, *shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(layout.tokens, *shape, dtype=torch.float64, generator=generator, requires_grad=True)
-
-
-def times(layout: Layout) -> Tensor:
-    return layout.position * 977 + layout.position**2
 
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90), st.sampled_from([255, 256, 257, 600])), max_size=9)
@@ -46,8 +47,7 @@ def test_fast_attention_is_the_reference_in_value_and_in_every_gradient(
     for name in ("", "reference_"):
         q, k, v = (inputs(layout, heads, DIM // heads, seed=seed) for seed in range(3))
         attend = getattr(attention, f"{name}{kind}_attention")
-        extra = {"bias": bias, "scale": 50.0} if kind == "hstu" else {}
-        out = attend(q, k, v, *([times(layout)] if kind == "hstu" else []), layout, **extra)
+        out = attend(q, k, v, layout, **({"bias": bias(), "scale": 50.0} if kind == "hstu" else {}))
         weights = torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).cos()
         wanted = [q, k, v, *(bias.parameters() if kind == "hstu" else ())]
         grads = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
@@ -58,8 +58,8 @@ def test_fast_attention_is_the_reference_in_value_and_in_every_gradient(
 
 def encoder(kind: str) -> torch.nn.Module:
     torch.manual_seed(3)
-    config = ModelConfig(kind=kind, dim=DIM, layers=2, heads=2)  # type: ignore[arg-type]
-    return {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST, dropout=0.3).double()
+    config = ModelConfig(kind=kind, dim=DIM, layers=2, heads=2, dropout=0.3)  # type: ignore[arg-type]
+    return {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST).double()
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
@@ -71,11 +71,11 @@ def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout
     model, layout = encoder(kind), layout_of(lengths)
     sample_id = torch.arange(len(lengths)) * 7919 + 5
     x = inputs(layout, DIM)
-    together = model(x, times(layout), layout, Keys.of(layout, sample_id, seed=1, step=9))
+    together = model(x, layout, Keys.of(layout, sample_id, seed=1, step=9))
     i = chosen.draw(st.integers(0, len(lengths) - 1))
     begin, end = layout.offsets[i], layout.offsets[i + 1]
     single = layout_of([lengths[i]])
-    alone = model(x[begin:end], times(single), single, Keys.of(single, sample_id[i : i + 1], seed=1, step=9))
+    alone = model(x[begin:end], single, Keys.of(single, sample_id[i : i + 1], seed=1, step=9))
     torch.testing.assert_close(together[begin:end], alone, rtol=1e-10, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> No
     layout = layout_of([4, 12], [0, 3])
     q, k, v = (inputs(layout, 1, DIM, seed=seed) for seed in range(3))
     if kind == "hstu":
-        out = attention.hstu_attention(q, k, v, times(layout), layout, bias=RelativeBias(12).double(), scale=1.0)
+        out = attention.hstu_attention(q, k, v, layout, bias=RelativeBias(12).double()(), scale=1.0)
     else:
         out = attention.softmax_attention(q, k, v, layout)
     for query in range(12):
@@ -97,7 +97,7 @@ def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> No
 def test_the_future_and_other_candidates_are_not_seen(kind: str) -> None:
     model, layout = encoder(kind), layout_of([12], [3])
     x = inputs(layout, DIM)
-    out = model(x, times(layout), layout)
+    out = model(x, layout)
     for token in range(12):
         (gradient,) = torch.autograd.grad(out[token].square().sum(), x, retain_graph=True)
         seen = gradient.abs().sum(1) > 0
@@ -141,26 +141,41 @@ def test_the_hash_is_splitmix64() -> None:
     assert hashed(values).numpy().view("uint64").tolist() == mix(values.numpy().view("uint64")).tolist()
 
 
-def test_sampled_softmax_is_the_cross_entropy_of_cosines() -> None:
-    torch.manual_seed(0)
-    output, positive, negative = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5, 4).double()
-    same = torch.zeros(6, 5, dtype=torch.bool)
-    same[2, 3] = True
-    weight = torch.tensor([1, 1, 1, 1, 1, 0]).double()
-    total = 0.0
-    for t in range(5):
-        others = [negative[t, j] for j in range(5) if not same[t, j]]
-        cosines = torch.stack([torch.cosine_similarity(output[t], item, dim=0) for item in [positive[t], *others]])
-        total -= (cosines / 0.05).log_softmax(0)[0].item()
-    got = losses.sampled_softmax(output, positive, negative, same=same, weight=weight, temperature=0.05)
-    assert got.item() == pytest.approx(total, rel=1e-12)
+@pytest.mark.parametrize("rows", [40, 1000], ids=["scores of all rows", "scores of chosen rows"])
+def test_sampled_softmax_is_the_cross_entropy_of_cosines_in_value_and_gradients(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, generator=generator)
+    output = torch.randn(300, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    items = torch.randn(rows, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    right, wrong = draw(0, rows, (300,)), draw(0, rows, (300, 5))
+    wrong[::3, 2] = right[::3]
+    losses_by_token = []
+    for t in range(300):
+        kept = [int(right[t]), *(int(item) for item in wrong[t] if item != right[t])]
+        cosines = torch.stack([torch.cosine_similarity(output[t], items[item], dim=0) for item in kept])
+        losses_by_token.append(-(cosines / 0.05).log_softmax(0)[0])
+    meant = torch.stack(losses_by_token).sum()
+    got = losses.sampled_softmax(output, items, right=right, wrong=wrong, temperature=0.05)
+    torch.testing.assert_close(got, meant, rtol=1e-12, atol=0)
+    for mine, theirs in zip(*(torch.autograd.grad(3 * x, [output, items]) for x in (got, meant)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
-def test_binary_tasks_add_up_over_tasks_and_weights() -> None:
+def test_binary_tasks_add_up_over_tasks() -> None:
     logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
-    got = losses.binary_tasks(logits, labels, weight=torch.tensor([1.0, 0.5]))
-    assert got.item() == pytest.approx((each[0].sum() + 0.5 * each[1].sum()).item(), rel=1e-6)
+    assert losses.binary_tasks(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)
+
+
+def test_the_order_of_candidates_does_not_matter() -> None:
+    model, layout = encoder("hstu"), layout_of([12], [3])
+    assert layout.times is not None
+    time = layout.times.event.clone()
+    time[9:] = time[8]
+    layout = replace(layout, times=Times(time, time))
+    x = inputs(layout, DIM)
+    swapped = torch.cat([x[:9], x[9:].flip(0)])
+    torch.testing.assert_close(model(x, layout)[9:], model(swapped, layout)[9:].flip(0), rtol=1e-10, atol=1e-12)
 
 
 def test_buckets_waste_little_and_hold_every_token_once() -> None:

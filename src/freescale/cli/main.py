@@ -25,6 +25,7 @@ COMMANDS = {
     "data import": Command("freescale.cli.data_import", "turn a public data set or an event log into histories"),
     "data synth": Command("freescale.cli.data_synth", "make up a log of any size"),
     "data stats": Command("freescale.cli.data_stats", "lengths, popularity, and the bubble of random batches"),
+    "train": Command("freescale.cli.train", "train a recipe or a config, on one rank or many"),
 }
 
 _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 5 a rank lost,

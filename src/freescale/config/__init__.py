@@ -2,13 +2,16 @@
 
 from freescale.config.load import load, override, parse, resolve, save, to_toml
 from freescale.config.recipes import RECIPES
-from freescale.config.schema import DataConfig, ModelConfig, RunConfig
+from freescale.config.schema import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
 
 __all__ = [
     "RECIPES",
     "DataConfig",
     "ModelConfig",
     "RunConfig",
+    "TablesConfig",
+    "TaskConfig",
+    "TrainConfig",
     "load",
     "override",
     "parse",

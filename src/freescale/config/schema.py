@@ -59,7 +59,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the sequence model, as far as its cost depends on it."""
+    """The sequence model."""
 
     kind: Literal["hstu", "sasrec"] = "hstu"
     """Which architecture."""
@@ -69,11 +69,110 @@ class ModelConfig:
     """Blocks stacked."""
     heads: int = 1
     """Attention heads; they share dim."""
+    dropout: float = 0.2
+    """Share of activations dropped in training. Masks are keyed by sample, so they do not depend on the ranks."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads"):
             _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         _require(self.dim % self.heads == 0, "model.heads", self.heads, f"a divisor of model.dim = {self.dim}")
+        _require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What the model learns to say."""
+
+    kind: Literal["retrieval", "ranking"] = "retrieval"
+    """retrieval: which item comes next. ranking: the labels of candidates that follow the history."""
+    negatives: int = 128
+    """Retrieval: wrong items drawn for every event."""
+    temperature: float = 0.05
+    """Retrieval: cosines are divided by it."""
+    labels: tuple[str, ...] = ()
+    """Ranking: columns of candidate labels (0 or 1), one binary task each."""
+
+    def __post_init__(self) -> None:
+        _require(self.negatives >= 1, "task.negatives", self.negatives, "at least 1")
+        _require(self.temperature > 0, "task.temperature", self.temperature, "above 0")
+        _require(
+            self.kind != "ranking" or len(self.labels) > 0,
+            "task.labels",
+            self.labels,
+            'the names of label columns when task.kind = "ranking"',
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesConfig:
+    """Where embedding tables live and how they are updated."""
+
+    placement: Literal["sharded", "replicated"] = "sharded"
+    """sharded: rows dealt over all ranks, updated in place. replicated: a copy per rank, part of the dense model."""
+    optimizer: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
+    """Of sharded tables; replicated ones follow the dense optimizer."""
+    lr: float = 0.05
+    """Learning rate of sharded tables; warm-up and decay apply to it too."""
+    eps: float = 1e-8
+    """Keeps Adagrad from dividing by nothing."""
+    init: float = 0.02
+    """Rows begin uniform in [-init, init] times the square root of 3, so this is their deviation."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "init"):
+            _require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and how fast."""
+
+    epochs: int = 1
+    """Passes over the data."""
+    max_steps: int = 0
+    """End after so many steps, if above 0."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Of the dense model."""
+    lr: float = 1e-3
+    """Learning rate of the dense model."""
+    beta1: float = 0.9
+    """How much AdamW's mean of gradients keeps of the steps before."""
+    beta2: float = 0.98
+    """The same for its mean of squares."""
+    weight_decay: float = 0.0
+    """AdamW's decay."""
+    warmup_steps: int = 0
+    """Steps over which the learning rates rise from 0."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rates fall after warm-up, over the rest of the run."""
+    final_lr: float = 0.0
+    """Where decay ends, as a share of the full rate."""
+    clip: float = 0.0
+    """Largest norm of the dense gradient; 0 leaves it alone."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: the forward pass in autocast. fp64: for proofs; sharded tables are then plain torch, since FBGEMM has none."""
+    micro_batches: int = 1
+    """Parts in which a rank computes its share of a step. Memory falls, the result stays."""
+    log_every: int = 10
+    """Steps between two lines of progress and metrics."""
+    evaluate_every: int = 0
+    """Epochs between two evaluations; 0 evaluates at the end only."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0 saves at the end of every epoch."""
+    keep: int = 2
+    """Checkpoints kept."""
+    deadline: float = 600.0
+    """Seconds that any wait for another rank may take."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "micro_batches", "log_every", "keep"):
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        for name in ("max_steps", "warmup_steps", "evaluate_every", "save_every", "clip", "final_lr", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        for name in ("lr", "deadline"):
+            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +185,18 @@ class RunConfig:
     """Which histories, in which order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """What is trained."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """What for."""
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    """Where its embeddings live."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long and how fast."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2^63 - 1")
+        _require(
+            self.tables.placement == "replicated" or self.model.dim % 4 == 0,
+            "model.dim",
+            self.model.dim,
+            'a multiple of 4 when tables.placement = "sharded" (FBGEMM wants it), or use "replicated"',
+        )

@@ -3,8 +3,9 @@
 This is the door from numpy to torch; everything under it in this room works without torch.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ class Events:
         """Events of each sample."""
         return self.offsets.diff()
 
+    def between(self, begin: int, end: int) -> "Events":
+        """Those of samples [begin, end), without a copy of their values."""
+        low, high = int(self.offsets[begin]), int(self.offsets[end])
+        return Events(self.offsets[begin : end + 1] - low, {n: v[low:high] for n, v in self.features.items()})
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -49,6 +55,26 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sample_id)
+
+    @property
+    def number(self) -> int:
+        """One number for (epoch, step), the same on all ranks."""
+        return self.epoch << 32 | self.step
+
+    def parts(self, count: int) -> list["Batch"]:
+        """Cut into so many batches of about equally many samples, some of them maybe empty."""
+        cuts = [len(self) * i // count for i in range(count + 1)]
+        return [self._between(begin, end) for begin, end in itertools.pairwise(cuts)] if count > 1 else [self]
+
+    def _between(self, begin: int, end: int) -> "Batch":
+        return replace(
+            self,
+            sample_id=self.sample_id[begin:end],
+            scalars={name: values[begin:end] for name, values in self.scalars.items()},
+            history=self.history.between(begin, end),
+            candidates=self.candidates.between(begin, end) if self.candidates else None,
+            targets=self.targets.between(begin, end) if self.targets else None,
+        )
 
 
 def assemble(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:

@@ -1,20 +1,20 @@
 """SASRec: a causal transformer over the events of a history, with learned positions."""
 
-import torch
 from torch import Tensor, nn
 
 from freescale.config import ModelConfig
 from freescale.models.attention import softmax_attention
 from freescale.models.keyed import Keys
 from freescale.models.sequence import Layout
+from freescale.models.stem import Stem
 
 
 class Block(nn.Module):
     """One layer: attention on normalised queries, then two feed-forward layers."""
 
-    def __init__(self, config: ModelConfig, dropout: float, salt: int) -> None:
+    def __init__(self, config: ModelConfig, salt: int) -> None:
         super().__init__()
-        self._heads, self._dropout, self._salt = config.heads, dropout, 4 * salt
+        self._heads, self._dropout, self._salt = config.heads, config.dropout, 4 * salt
         self.before = nn.LayerNorm(config.dim)
         self.q, self.k, self.v, self.out = (nn.Linear(config.dim, config.dim) for _ in range(4))
         self.between = nn.LayerNorm(config.dim)
@@ -37,18 +37,15 @@ class Block(nn.Module):
 class SASRec(nn.Module):
     """Embedded events in, one vector per event out."""
 
-    def __init__(self, config: ModelConfig, *, longest: int, dropout: float) -> None:
+    def __init__(self, config: ModelConfig, *, longest: int) -> None:
         super().__init__()
-        self._dropout = dropout
-        self.position = nn.Parameter(torch.empty(longest, config.dim).normal_(std=0.02))
-        self.blocks = nn.ModuleList(Block(config, dropout, salt) for salt in range(1, config.layers + 1))
+        self.stem = Stem(config, longest)
+        self.blocks = nn.ModuleList(Block(config, salt) for salt in range(1, config.layers + 1))
         self.last = nn.LayerNorm(config.dim)
 
-    def forward(self, x: Tensor, time: Tensor, layout: Layout, keys: Keys | None = None) -> Tensor:  # noqa: ARG002
-        """Encode packed events [tokens, dim]. Time is not looked at; every encoder is given it."""
-        x = x + self.position[layout.position]
-        if keys is not None:
-            x = keys.dropout(x, self._dropout, salt=0)
+    def forward(self, x: Tensor, layout: Layout, keys: Keys | None = None) -> Tensor:
+        """Encode packed events [tokens, dim]."""
+        x = self.stem(x, layout, keys)
         for block in self.blocks:
             x = block(x, layout, keys)
         return self.last(x)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 _WASTE = 1.25  # a bucket ends where padding would cost more than this over its shortest member
+_BLOCK = 256  # queries that attend at a time
+TIME_BUCKETS = 129
+_LOG_STEP = 0.301  # time buckets grow by a factor of about 1.35
 _SMALL = 8  # lengths below this share a bucket: the launch costs more than the padding
 
 
@@ -28,15 +31,70 @@ class Bucket:
 
     def gather(self, x: Tensor) -> Tensor:
         """Bring packed tokens [tokens, ...] into the matrix."""
-        return x[self.index]
+        return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each event happened, and when its position is asked what comes next."""
+
+    event: Tensor
+    asked: Tensor
+
+
+def visible(query: Tensor, key: Tensor, history: Tensor) -> Tensor:
+    """Whether the query at one position sees the key at another, in a sample with so much history."""
+    return (key <= query) & ((key < history) | (key == query))
+
+
+def time_bucket(asked: Tensor, event: Tensor) -> Tensor:
+    """Which of the time buckets the span between an event and a question falls into."""
+    apart = (asked - event).abs().clamp(min=1).double()
+    return (apart.log() / _LOG_STEP).clamp(max=TIME_BUCKETS - 1).int()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [begin, end) of a bucket against the keys that any of them may see; the same for all layers."""
+
+    bucket: Bucket
+    begin: int
+    end: int
+    times: Times | None
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which pairs count: [samples, queries, keys]."""
+        query, key = self._places
+        return visible(query, key, self.bucket.history[:, None, None])
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """In positions. Candidates stand side by side."""
+        query, key = self._places
+        return (torch.minimum(query, self.bucket.history[:, None, None]) - key).clamp(min=0).int()
+
+    @cached_property
+    def apart(self) -> Tensor:
+        """In time buckets."""
+        assert self.times is not None
+        event, asked = self.bucket.gather(self.times.event), self.bucket.gather(self.times.asked)
+        return time_bucket(asked[:, self.begin : self.end, None], event[:, None, : self.end])
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        device = self.bucket.index.device
+        query = torch.arange(self.begin, self.end, device=device)[None, :, None]
+        return query, torch.arange(self.end, device=device)[None, None, :]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets of the samples of a batch, and how many of their tokens are candidates."""
+    """Offsets of the samples of a batch, how many of their tokens are candidates, and when each token happened."""
 
     offsets: Tensor
     candidates: Tensor | None = None
+    times: Times | None = None
 
     @property
     def tokens(self) -> int:
@@ -60,6 +118,11 @@ class Layout:
         return torch.arange(self.tokens, device=self.offsets.device) - first
 
     @cached_property
+    def place(self) -> Tensor:
+        """Place of each token as a model sees it: candidates stand side by side, behind the history."""
+        return torch.minimum(self.position, self.history.repeat_interleave(self.lengths))
+
+    @cached_property
     def buckets(self) -> list[Bucket]:
         """All samples that have tokens, shortest first."""
         lengths, order = self.lengths.sort(stable=True)
@@ -74,6 +137,15 @@ class Layout:
             found.append(self._bucket(order[begin:end], sizes[end - 1]))
             begin = end
         return found
+
+    @cached_property
+    def blocks(self) -> list[list[Block]]:
+        """The pieces of work of attention, by bucket."""
+        return [
+            [Block(bucket, begin, min(begin + _BLOCK, longest), self.times) for begin in range(0, longest, _BLOCK)]
+            for bucket in self.buckets
+            for longest in [bucket.index.shape[1]]
+        ]
 
     @cached_property
     def out_of_buckets(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Transfers by torch.distributed: gloo between CPUs, NCCL between GPUs. The baseline that is there everywhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,16 @@ class C10d:
         """Add up values over all ranks, in place."""
         work = dist.all_reduce(values, group=self._group, async_op=True)
         return self._handle(work, name, lambda: values)
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Guard waits that torch does by itself, such as DDP's: if one fails because of a rank, that rank is named."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise self.peers.failure(name, error) from error
+            raise
 
     def _handle(self, work: dist.Work | None, name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
         if work is None:

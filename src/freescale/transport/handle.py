@@ -36,6 +36,19 @@ class Peers:
             time.sleep(0.05)
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
+    def failure(self, operation: str, error: RuntimeError) -> TransportError:
+        """Say what failed on this rank, and who is not there any more."""
+        try:
+            silent = self.silent(operation)
+            who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
+        except RuntimeError:
+            who = "the store does not answer, so its host is probably gone"
+        return TransportError(
+            f"{operation} failed on rank {self.rank} of {self.ranks}: {who}",
+            where=reason(error),
+            remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
+        )
+
 
 class Handle(Generic[T]):
     """What a transfer will give. `wait` returns it, or fails by the deadline."""
@@ -51,17 +64,5 @@ class Handle(Generic[T]):
         try:
             self._work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self._peers.failure(self._operation, error) from error
         return self._finish()
-
-    def _failed(self, error: RuntimeError) -> TransportError:
-        try:
-            silent = self._peers.silent(self._operation)
-            who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
-        except RuntimeError:
-            who = "the store does not answer, so its host is probably gone"
-        return TransportError(
-            f"{self._operation} failed on rank {self._peers.rank} of {self._peers.ranks}: {who}",
-            where=reason(error),
-            remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
-        )

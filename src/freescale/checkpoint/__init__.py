@@ -1,0 +1,1 @@
+"""A run on disk: saved while it goes on, complete or not there at all, readable by any number of ranks."""

@@ -1,0 +1,58 @@
+"""`freescale train`: a recipe or a config file, on one rank or many."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from freescale import config
+from freescale.errors import UsageError
+
+_HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
+
+  freescale train tiny --data data/demo --nproc 2
+  torchrun --nproc-per-node 2 -m freescale train run.toml
+  srun freescale train run.toml
+"""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Train here, or start the ranks that do."""
+    # Before torch is imported: it warns of DDP's search for unused parameters, which we want (see `train.network`).
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from freescale.transport.world import launched
+
+    options, overrides = _parse(argv, prog)
+    run_config = config.resolve(options.source, overrides, prog=f"{prog} {options.source}")
+    if not run_config.data.path:
+        raise UsageError("no data is given", remedy=f"{prog} {options.source} --data FOLDER")
+    if options.nproc > 1 and not launched():
+        from freescale.train.launch import launch
+
+        return launch(["train", *argv], ranks=options.nproc)
+    return _train(run_config, options)
+
+
+def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("source", help=f"a .toml file or a recipe: {', '.join(config.RECIPES)}")
+    parser.add_argument("--data", help="folder of the data set (data.path)")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
+    parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
+    parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
+    options, overrides = parser.parse_known_args(list(argv))
+    if options.data is not None:
+        overrides = ["--data.path", options.data, *overrides]
+    options.out = options.out or Path("runs") / Path(options.source).stem
+    return options, overrides
+
+
+def _train(run_config: config.RunConfig, options: argparse.Namespace) -> int:
+    from freescale.train.run import train
+    from freescale.transport.world import join
+
+    world = join(deadline=run_config.train.deadline)
+    return train(run_config, world, options.out, resume=options.resume, tensorboard=options.tensorboard)

@@ -1,0 +1,80 @@
+"""Ids to the owners of their rows, rows back, gradients to the owners again.
+
+Everything that travels together is one transfer: all ids, and the rows of all tables of one width. What a rank sends to
+another holds the tables in order; what it keeps holds, per table, the ranks in order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.tables import Table, by_dim
+from freescale.embedding.unique import Wanted
+from freescale.transport.c10d import C10d
+
+Counts = list[list[int]]
+"""Rows by rank, then by table."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which rows of a batch come from where."""
+
+    wanted: Counts
+    """What this rank wants of each owner."""
+    asked: Counts
+    """What each rank asks of this one."""
+    local: dict[str, Tensor]
+    """Per table, the own rows that the others ask for, by rank; counted from the first own row."""
+
+
+class Exchange:
+    """The three transfers of a step, for tables whose rows are dealt over all ranks."""
+
+    def __init__(self, tables: Sequence[Table], transport: C10d) -> None:
+        self._tables, self._transport = list(tables), transport
+        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+
+    def send_ids(self, wanted: Mapping[str, Wanted]) -> Route:
+        """Ask the owners for rows, and learn what the others want."""
+        uniques = [wanted[table.name].unique for table in self._tables]
+        cuts = [table.cuts(unique, self._ranks) for table, unique in zip(self._tables, uniques, strict=True)]
+        counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._ranks)]
+        one_each = [1] * self._ranks
+        asked = self._transport.all_to_all(torch.tensor(counts), one_each, one_each, name="id counts").wait().tolist()
+        ids = self._there(uniques, counts, asked, name="ids")
+        first = [table.owned(self._rank, self._ranks).start for table in self._tables]
+        local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
+        return Route(counts, asked, local)
+
+    def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Owners give what they were asked for; each rank gets its distinct rows, ascending by id."""
+        return self._by_dim(rows, route.asked, route.wanted, name="rows")
+
+    def send_gradients(self, route: Route, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of the rows go to their owners, who get one per row and rank that asked for it."""
+        return self._by_dim(gradients, route.wanted, route.asked, name="row gradients")
+
+    def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> dict[str, Tensor]:
+        got: dict[str, Tensor] = {}
+        for group in by_dim(self._tables):
+            place = [self._tables.index(table) for table in group]
+            mine, theirs = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
+            arrived = self._there([values[t.name] for t in group], mine, theirs, name=f"{name} of width {group[0].dim}")
+            got |= {table.name: part for table, part in zip(group, arrived, strict=True)}
+        return got
+
+    def _there(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> list[Tensor]:
+        """Send each table's part, ranks in order, and give what arrived in the same form."""
+        by_rank = _turned([part.split([c[i] for c in send]) for i, part in enumerate(by_table)])
+        got = self._transport.all_to_all(by_rank, [sum(c) for c in send], [sum(c) for c in receive], name=name).wait()
+        pieces = got.split([count for counts in receive for count in counts])
+        tables = len(by_table)
+        return [torch.cat(pieces[i::tables]) for i in range(tables)]
+
+
+def _turned(pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Lay pieces [table][rank] end to end, rank by rank."""
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])

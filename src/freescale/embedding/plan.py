@@ -1,0 +1,39 @@
+"""What lives where and what it costs, told before the first step. Pure."""
+
+from collections.abc import Sequence
+
+import torch
+
+from freescale.embedding.sharded import ShardedTables
+from freescale.embedding.tables import Table
+
+
+def replicated(tables: Sequence[Table], dtype: torch.dtype) -> list[str]:
+    """Every rank holds everything."""
+    return [
+        f"table {t.name}: {t.rows:,} x {t.dim}, a copy on every rank, {_mb(t.rows * t.dim * dtype.itemsize)}"
+        for t in tables
+    ]
+
+
+def sharded(tables: ShardedTables, ranks: int) -> list[str]:
+    """Rows dealt over the ranks; memory is that of the rank with the most rows."""
+    state = tables.shard.state()
+    lines = []
+    for table in tables.tables:
+        rows = table.block(ranks)
+        per_row = {name: _bytes_per_row(tensor) for name, tensor in state.items() if name.split(".")[0] == table.name}
+        weights, memory = per_row.pop(table.name) * rows, sum(per_row.values()) * rows
+        lines.append(
+            f"table {table.name}: {table.rows:,} x {table.dim} row-wise over {ranks} ranks, up to {rows:,} rows each: "
+            f"{_mb(weights)} of weights and {_mb(memory)} of optimizer state per rank"
+        )
+    return lines
+
+
+def _bytes_per_row(tensor: torch.Tensor) -> int:
+    return tensor.element_size() * (tensor[:1].numel() if tensor.dim() > 1 else 1)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.2f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"

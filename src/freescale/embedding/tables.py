@@ -1,0 +1,51 @@
+"""What a table is, who owns which of its rows, and what its rows begin as. Pure."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.data.order.permute import key_of, mix
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table of the whole run."""
+
+    name: str
+    rows: int
+    dim: int
+
+    def block(self, ranks: int) -> int:
+        """Rows that a rank owns; the last ones may own fewer. Row r belongs to rank r // block."""
+        return -(-self.rows // ranks)
+
+    def owned(self, rank: int, ranks: int) -> range:
+        """The rows of one rank."""
+        block = self.block(ranks)
+        return range(min(rank * block, self.rows), min((rank + 1) * block, self.rows))
+
+    def cuts(self, unique: Tensor, ranks: int) -> list[int]:
+        """Where ascending ids change their owner: the ids [cuts[r], cuts[r + 1]) belong to rank r."""
+        owners = torch.arange(1, ranks, device=unique.device) * self.block(ranks)
+        return [0, *torch.searchsorted(unique, owners).tolist(), len(unique)]
+
+    def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:
+        """Give rows [first, first + len(local)) what they begin as: a hash of (seed, table, row), whoever owns them."""
+        key = key_of(seed, zlib.crc32(self.name.encode()))
+        flat = local.view(-1)
+        for begin in range(0, len(flat), _CHUNK):
+            end = min(begin + _CHUNK, len(flat))
+            number = np.arange(first * self.dim + begin, first * self.dim + end, dtype=np.uint64)
+            unit = (mix(number ^ key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            flat[begin:end] = torch.from_numpy((2.0 * unit - 1.0) * deviation * 3.0**0.5)
+
+
+def by_dim(tables: Sequence[Table]) -> list[list[Table]]:
+    """Tables whose rows can travel together and live in one collection: those of one width."""
+    return [[t for t in tables if t.dim == dim] for dim in sorted({t.dim for t in tables})]

@@ -1,0 +1,124 @@
+"""From a config to a trainer: the only place that knows all the rooms."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from freescale.config import RunConfig
+from freescale.data.loader import Loader
+from freescale.embedding import plan
+from freescale.embedding.replicated import ReplicatedTables
+from freescale.embedding.sharded import ShardedTables, shard_tables
+from freescale.embedding.tables import Table
+from freescale.errors import ConfigError, DataError, nearest
+from freescale.models.protocol import Model
+from freescale.models.ranking import Ranking
+from freescale.models.retrieval import Retrieval
+from freescale.overlap.schedule import serial
+from freescale.train.evaluate import evaluation_of
+from freescale.train.journal import Journal
+from freescale.train.network import Network, data_parallel
+from freescale.train.step import Step
+from freescale.train.trainer import Parts, Trainer
+from freescale.transport.world import World
+
+_MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model and its tables, over all ranks."""
+
+    network: Network
+    tables: ShardedTables | None
+    plan: list[str]
+    """What lives where and what it costs, for people."""
+
+
+def assemble(config: RunConfig, world: World, model: Model) -> Assembly:
+    """Give a model its tables and bring both to this rank's device."""
+    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
+    if config.tables.placement == "replicated":
+        replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
+        network = Network(model, replicated).to(world.device, dtype)
+        return Assembly(network, None, plan.replicated(tables, dtype))
+    sharded = shard_tables(
+        tables,
+        config.tables,
+        world.transport,
+        group=world.group,
+        device=world.device,
+        dtype=dtype,
+        seed=config.seed,
+    )
+    return Assembly(Network(model, None).to(world.device, dtype), sharded, plan.sharded(sharded, world.ranks))
+
+
+def model_of(config: RunConfig, *, items: int) -> Model:
+    """The model that the config names, with the weights that its seed gives."""
+    torch.manual_seed(config.seed)
+    return _MODELS[config.task.kind](config, items=items)
+
+
+def build(
+    config: RunConfig, world: World, folder: Path, *, model: Model | None = None, tensorboard: bool = False
+) -> Trainer:
+    """Wire a run. `model`: one's own, instead of the one that the config names."""
+    quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
+    loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
+    _require_columns(config, loader)
+    assembly = assemble(config, world, model or model_of(config, items=loader.known.rows))
+    parallel = data_parallel(assembly.network, world.group)
+    optimizer = _optimizer(config, assembly.network.parameters())
+    step = Step(
+        parallel,
+        assembly.tables,
+        optimizer,
+        serial(sharded=assembly.tables is not None, micro_batches=config.train.micro_batches),
+        world,
+        micro_batches=config.train.micro_batches,
+        clip=config.train.clip,
+        autocast=config.train.precision == "bf16",
+    )
+    evaluation = evaluation_of(config, world, assembly.network, assembly.tables)
+    parts = Parts(config, world, loader, assembly.network, assembly.tables, optimizer, step, evaluation)
+    journal = Journal(folder, leads=world.leads, steps=steps_of(config, loader), tensorboard=tensorboard)
+    for line in assembly.plan:
+        journal.say(line)
+    return Trainer(parts, folder, journal)
+
+
+def steps_of(config: RunConfig, loader: Loader) -> int:
+    """Steps of the whole run."""
+    steps = config.train.epochs * len(loader)
+    return min(steps, config.train.max_steps) if config.train.max_steps else steps
+
+
+def _optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    train = config.train
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)
+    betas = (train.beta1, train.beta2)
+    return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay)
+
+
+def _require_columns(config: RunConfig, loader: Loader) -> None:
+    """Refuse data that the task cannot use, before anything is built."""
+    if not loader.known.items:
+        raise DataError(
+            "nobody counted the items of this data set, so the size of the table is unknown",
+            where=config.data.path,
+            remedy="import it with `freescale data import`, which writes the manifest",
+        )
+    columns = loader.dataset.columns
+    for label in config.task.labels:
+        if label not in columns:
+            raise ConfigError(
+                f"task.labels names '{label}', which the data does not have",
+                key="task.labels",
+                where=config.data.path,
+                remedy=nearest(label, columns),
+            )

@@ -1,0 +1,85 @@
+"""What a run tells while it goes: a line of progress for people, a line of JSON per entry for programs.
+
+Rank 0 writes; on the others this does nothing.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FILE = "metrics.jsonl"
+
+
+class Journal:
+    """Progress on the terminal (plain lines where there is none), `metrics.jsonl`, and TensorBoard if asked for."""
+
+    def __init__(self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False) -> None:
+        self._leads, self.steps = leads, steps
+        if not leads:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._board = _tensorboard(folder) if tensorboard else None
+        self._bar = _bar(steps) if sys.stderr.isatty() else None
+
+    def say(self, text: str) -> None:
+        """Print a line for people."""
+        if not self._leads:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            sys.stderr.write(text + "\n")
+
+    def progress(self, step: int, values: Mapping[str, float], *, seconds_left: float) -> None:
+        """Note how training goes."""
+        self.write({"kind": "train", "step": step, **values})
+        if not self._leads:
+            return
+        text = f"loss {values['loss']:.4f}  {values['samples/s']:,.0f} samples/s  {values['tokens/s']:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, says=text)
+        else:
+            left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
+            sys.stderr.write(f"step {step}/{self.steps}  {text}  {left} left\n")
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry to the file."""
+        if not self._leads:
+            return
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in entry.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
+
+    def close(self) -> None:
+        """End all output."""
+        if not self._leads:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _bar(steps: int) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[says]}"), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.add_task("training", total=steps, says="")
+    bar.start()
+    return bar
+
+
+def _tensorboard(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # an extra: only who asks for it needs it
+
+    return SummaryWriter(folder / "tensorboard")

@@ -1,0 +1,59 @@
+"""The dense part of a run: the model and its replicated tables, with gradients added up over the ranks by DDP."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from freescale.embedding.replicated import ReplicatedTables
+from freescale.embedding.unique import Wanted, deduplicate
+from freescale.models.protocol import Model, Rows
+
+
+class Network(nn.Module):
+    """From a batch and the rows it needs to the sum of its losses."""
+
+    def __init__(self, model: Model, replicated: ReplicatedTables | None) -> None:
+        super().__init__()
+        self.model, self.replicated = model, replicated
+
+    def wanted(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Wanted]]:
+        """Find the distinct ids over all parts of a batch; every part gets them, with its own places among them."""
+        found: list[dict[str, Wanted]] = [{} for _ in ids]
+        for name, (rows, _) in self.model.tables.items():
+            asked = [part[name] for part in ids]
+            unique, index = deduplicate(torch.cat([part.flatten() for part in asked]), rows=rows)
+            places = index.split([part.numel() for part in asked])
+            for part, place, shaped in zip(found, places, asked, strict=True):
+                part[name] = Wanted(unique, place.view(shaped.shape))
+        return found
+
+    def rows(self, wanted: Mapping[str, Wanted], moved: Mapping[str, Tensor] | None) -> dict[str, Rows]:
+        """Rows of all tables: those that travelled here or, of replicated tables, the own copies."""
+        if moved is None:
+            assert self.replicated is not None
+            moved = self.replicated({name: ids.unique for name, ids in wanted.items()})
+        return {name: Rows(moved[name], ids.index) for name, ids in wanted.items()}
+
+    def forward(self, inputs: Any, wanted: Mapping[str, Wanted], moved: Mapping[str, Tensor] | None) -> Tensor:
+        """Sum of the losses of inputs."""
+        return self.model(inputs, self.rows(wanted, moved))
+
+
+def data_parallel(network: Network, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """Wrap for training on several ranks: gradients are summed, since each rank divides by the global count already.
+
+    Looking for unused parameters keeps DDP from regrouping its buckets after the first step; a regrouped sum has
+    another order of additions, and a resumed run would not be bitwise the uninterrupted one.
+    """
+    parallel = DistributedDataParallel(network, process_group=group, find_unused_parameters=True)
+    parallel.register_comm_hook(group, _add_up)
+    return parallel
+
+
+def _add_up(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,58 @@
+"""A run in its folder, from nothing or from its newest checkpoint, to a trained model.
+
+runs/NAME/config.toml      the whole config
+runs/NAME/metrics.jsonl    a line per entry
+runs/NAME/checkpoints/     see `checkpoint.store`
+runs/latest                a link to the newest run
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from freescale import config as configs
+from freescale.checkpoint import store
+from freescale.config import RunConfig
+from freescale.errors import UsageError
+from freescale.train.build import build
+from freescale.transport.world import World
+
+INTERRUPTED = 130
+
+
+def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False) -> int:
+    """Train a config in a folder; gives the exit code of the command."""
+    newest = _newest(folder, world)
+    if newest is not None and not resume:
+        raise UsageError(
+            f"there is a run in {folder} already", where=str(newest), remedy="add --resume, or choose another --out"
+        )
+    if newest is None and resume:
+        raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
+    trainer = build(config, world, folder, tensorboard=tensorboard)
+    if newest is not None:
+        trainer.resume(newest)
+    if world.leads:
+        configs.save(config, folder / "config.toml")
+        _link(folder)
+    finished = trainer.fit()
+    trainer.close()
+    dist.destroy_process_group()
+    return 0 if finished else INTERRUPTED
+
+
+def _newest(folder: Path, world: World) -> Path | None:
+    """The newest complete checkpoint, as rank 0 sees it: all ranks must take the same."""
+    found = store.complete(folder / "checkpoints") if world.leads else []
+    number = int(found[-1].name.split("-")[1]) if found else 0
+    agreed = world.transport.all_reduce(torch.tensor([number], device=world.device), name="newest checkpoint").wait()
+    return store.named(folder / "checkpoints", int(agreed[0])) if int(agreed[0]) else None
+
+
+def _link(folder: Path) -> None:
+    latest = folder.parent / "latest"
+    with contextlib.suppress(OSError):  # a file system without links loses a convenience, nothing else
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(folder.name)

@@ -1,0 +1,182 @@
+"""The loop around the step: epochs, learning rates, progress, evaluation, checkpoints, and a clean end when asked."""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.checkpoint import state, store
+from freescale.config import RunConfig, to_toml
+from freescale.data.loader import Loader
+from freescale.embedding.sharded import ShardedTables
+from freescale.log import notice
+from freescale.train import rates
+from freescale.train.journal import Journal
+from freescale.train.network import Network
+from freescale.train.step import Flight, Rates, Step
+from freescale.transport.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of; `build` makes it."""
+
+    config: RunConfig
+    world: World
+    loader: Loader
+    network: Network
+    tables: ShardedTables | None
+    optimizer: torch.optim.Optimizer
+    step: Step
+    evaluate: Callable[[], dict[str, float]] | None
+    """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
+
+
+class Trainer:
+    """Trains until the config says that it is enough, or until somebody asks it to stop."""
+
+    def __init__(self, parts: Parts, folder: Path, journal: Journal) -> None:
+        self.parts, self.done = parts, 0
+        self._train, self._journal = parts.config.train, journal
+        self.steps = journal.steps
+        saving = dist.new_group(backend="gloo")  # apart from training's own, since both go on at once
+        assert isinstance(saving, dist.ProcessGroup)
+        self._store = store.Store(folder / "checkpoints", keep=self._train.keep, rank=parts.world.rank, group=saving)
+        self._meter = _Meter()
+        self._asked_to_stop = False
+
+    def fit(self) -> bool:
+        """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
+        before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            stopped = self._run()
+            self._store.close()
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+        return not stopped
+
+    def resume(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint, written by any number of ranks."""
+        parts, facts = self.parts, store.read_facts(checkpoint)
+        tensors = self._tensors()
+        if facts["ranks"] != parts.world.ranks:
+            del tensors[self._generator]
+            notice(
+                f"resumed on {parts.world.ranks} ranks what {facts['ranks']} wrote: torch's own generators start anew"
+            )
+        store.load(checkpoint, tensors)
+        if self._generator in tensors:
+            torch.set_rng_state(tensors[self._generator])
+        parts.loader.load_state_dict(facts["cursor"])
+        self.done = int(facts["step"])
+        self._journal.say(f"resumed from {checkpoint} at step {self.done}")
+
+    def close(self) -> None:
+        """Say what was set aside, and end all output."""
+        for line in self.parts.loader.report():
+            self._journal.say(line)
+        self._journal.close()
+
+    def _run(self) -> bool:
+        stopped = False
+        while self.done < self.steps and not stopped:
+            for batch in self.parts.loader:
+                flight = self.parts.step.run(batch, self._rates(), stop=self._asked_to_stop)
+                self.done += 1
+                self._meter.count(flight)
+                stopped = flight.stop
+                if self.done % self._train.log_every == 0 or self.done == self.steps:
+                    self._tell()
+                self._evaluate_if_due()
+                self._save_if_due(stopped)
+                if stopped or self.done == self.steps:
+                    break
+        return stopped and self.done < self.steps
+
+    def _rates(self) -> Rates:
+        part = rates.share(self.done, self.steps, self._train)
+        return Rates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
+
+    def _tell(self) -> None:
+        """Add up over all ranks what happened since the last time, and note it."""
+        values, seconds = self._meter.take()
+        total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
+        steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
+        entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
+        entry |= {"lr": self._rates().dense, "seconds": seconds / steps}
+        self._journal.progress(self.done, entry, seconds_left=(self.steps - self.done) * seconds / steps)
+
+    def _evaluate_if_due(self) -> None:
+        steps, every = len(self.parts.loader), self._train.evaluate_every
+        due = self.done == self.steps or (every and self.done % (steps * every) == 0)
+        if self.parts.evaluate is None or not due:
+            return
+        metrics = self.parts.evaluate()
+        self._journal.write({"kind": "evaluate", "step": self.done, **metrics})
+        told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
+        self._journal.say(f"step {self.done}: {told}")
+        self._meter.restart()
+
+    def _save_if_due(self, stopped: bool) -> None:
+        every = self._train.save_every or len(self.parts.loader)
+        if stopped or self.done == self.steps or self.done % every == 0:
+            self._store.save(self.done, self._tensors(), self._facts())
+        if stopped and self.done < self.steps:
+            self._journal.say(f"asked to stop: saving step {self.done}; --resume continues from here")
+
+    @property
+    def _generator(self) -> str:
+        return f"generator.{self.parts.world.rank}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = self.parts
+        found = state.of_model(parts.network) | state.of_optimizer(parts.network, parts.optimizer)
+        if parts.tables is not None:
+            found |= state.of_tables(parts.tables, parts.world.group, parts.world.device)
+        return found | {self._generator: torch.get_rng_state()}
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "step": self.done,
+            "ranks": self.parts.world.ranks,
+            "cursor": self.parts.loader.state_dict(),
+            "config": to_toml(self.parts.config),
+        }
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked_to_stop and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: at once
+        self._asked_to_stop = True
+
+
+class _Meter:
+    """What happened since it was last read, on this rank."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._losses: list[Tensor] = []
+        self._samples = self._tokens = 0
+        self._since = time.perf_counter()
+
+    def count(self, flight: Flight) -> None:
+        self._losses += [loss.detach() for loss in flight.losses]
+        self._samples += len(flight.batch)
+        self._tokens += int(flight.batch.history.offsets[-1])
+        self._steps = len(self._losses) // len(flight.losses)
+
+    def take(self) -> tuple[Tensor, float]:
+        """Loss, samples, tokens and steps, and the seconds they took; counting starts anew."""
+        loss = torch.stack(self._losses).double().sum().cpu()
+        values = torch.tensor([float(loss), self._samples, self._tokens, self._steps], dtype=torch.float64)
+        seconds = time.perf_counter() - self._since
+        self.restart()
+        return values, seconds

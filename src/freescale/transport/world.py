@@ -1,0 +1,78 @@
+"""Who takes part in a run, and which of them this process is."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from freescale.errors import TransportError, UsageError, reason
+from freescale.transport.c10d import C10d
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    group: dist.ProcessGroup
+    transport: C10d
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun or SLURM) started this process as one of several ranks."""
+    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)
+
+
+def join(*, deadline: float) -> World:
+    """Form the group with the other ranks, as the launcher's variables say; alone where there is none."""
+    rank, ranks, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    store: dist.Store = dist.HashStore() if ranks == 1 else _store(rank, ranks, deadline)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
+    group = dist.group.WORLD
+    assert group is not None
+    return World(rank, ranks, device, group, C10d(group, store, deadline=deadline))
+
+
+def _from_torchrun() -> tuple[int, int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _from_slurm() -> tuple[int, int, int]:
+    if "SLURM_PROCID" not in os.environ:
+        return 0, 1, 0
+    return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_LOCALID"])
+
+
+def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "29500")
+    if not host:
+        raise UsageError(
+            "several ranks were started, but MASTER_ADDR does not say where they meet",
+            remedy="in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
+        )
+    # torchrun's own store is there already, and then nobody here serves one.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, int(port), ranks, serves, timedelta(seconds=deadline), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {rank} of {ranks} cannot meet the others at {host}:{port}",
+            where=reason(error),
+            remedy="see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port",
+        ) from error
+    return dist.PrefixStore(f"freescale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

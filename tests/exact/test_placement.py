@@ -1,0 +1,62 @@
+"""Promise: where a sample is computed, and with how many others, cannot change what is learnt."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freescale.config import RunConfig
+from tests.ranks import Ranks
+from tests.training import Arrays, apart, gradients, placed, small, whole
+
+STEPS = 20
+KINDS: dict[str, dict[str, Any]] = {
+    "hstu, row-wise adagrad": {},
+    "hstu, adagrad, in parts": {"tables": {"optimizer": "adagrad"}, "train": {"micro_batches": 3}},
+    "sasrec, sgd": {"model": {"kind": "sasrec"}, "tables": {"optimizer": "sgd"}, "train": {"clip": 0.5}},
+    "sasrec, replicated": {"model": {"kind": "sasrec"}, "tables": {"placement": "replicated"}},
+    "ranking": {"task": {"kind": "ranking", "labels": ("label_click",)}},
+}
+
+
+def train(ranks: Ranks, config: RunConfig, folder: Path, place: str, steps: int) -> tuple[list[float], dict[str, Any]]:
+    results = ranks.run(placed, config, str(folder), place, steps)
+    losses = np.sum([losses for losses, _ in results], axis=0).tolist()
+    return losses, whole([held for _, held in results])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_is_many_ranks_however_samples_lie_after_20_steps(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str
+) -> None:
+    config = small(log, **KINDS[kind])
+    losses, alone = train(groups[1], config, tmp_path, "equal", STEPS)
+    assert losses[-1] < losses[0]
+    for count in (2, 4):
+        for place in ("equal", "unequal", "last rank empty", "all on rank 1"):
+            other_losses, other = train(groups[count], config, tmp_path, place, STEPS)
+            assert np.allclose(losses, other_losses, rtol=1e-9, atol=0), (count, place)
+            assert apart(alone, other) < 1e-9, (count, place)
+
+
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+def test_loss_and_gradients_of_a_step_on_fbgemm_tables_are_the_same_on_any_number_of_ranks(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str
+) -> None:
+    config = small(log, train={"precision": "fp32"}, model={"kind": kind, "dropout": 0.0})
+    found = []
+    for count in (1, 2, 4):
+        for place in ("equal", "unequal", "last rank empty"):
+            results = groups[count].run(gradients, config, str(tmp_path), place)
+            found.append((sum(loss for loss, _ in results), whole([arrays for _, arrays in results])))
+    loss, of_one = found[0]
+    for other_loss, of_many in found[1:]:
+        assert other_loss == pytest.approx(loss, rel=1e-5)
+        assert apart(end_to_end(of_one), end_to_end(of_many)) < 1e-5
+
+
+def end_to_end(arrays: Arrays) -> Arrays:
+    """The dense gradient as one vector, beside those of the tables: some of its parts are zero but for rounding."""
+    dense = np.concatenate([value.ravel() for name, value in sorted(arrays.items()) if name.startswith("dense.")])
+    return {"dense": dense} | {name: value for name, value in arrays.items() if not name.startswith("dense.")}

@@ -1,0 +1,62 @@
+"""Promise: one seed is one result, and a run that was stopped and resumed is the run that was not."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from freescale.checkpoint import store
+from freescale.config import RunConfig
+from freescale.train.build import build
+from tests.ranks import Ranks, World
+from tests.training import Arrays, apart, held, joined, same, small, whole
+
+FP32 = {"precision": "fp32", "save_every": 1, "keep": 100, "warmup_steps": 3, "decay": "cosine"}
+
+
+def train(world: World, config: RunConfig, folder: str, resume_at: int, stop_at: int) -> Arrays:
+    """Train from the beginning or from a checkpoint; `stop_at` asks this rank to end, as a signal would."""
+    trainer = build(config, joined(world), Path(folder))
+    if resume_at:
+        trainer.resume(store.named(Path(folder) / "checkpoints", resume_at))
+    run = trainer.parts.step.run
+
+    def counted(*arguments: object, **options: object) -> object:
+        trainer._asked_to_stop |= world.rank == world.ranks - 1 and trainer.done + 1 == stop_at
+        return run(*arguments, **options | {"stop": trainer._asked_to_stop})  # type: ignore[arg-type]
+
+    trainer.parts.step.run = counted  # type: ignore[method-assign]
+    finished = trainer.fit()
+    trainer.close()
+    assert finished == (stop_at == 0)
+    return held(trainer)
+
+
+def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Sequence[int]) -> Arrays:
+    """One run in pieces, each on its own ranks, resumed where the one before it stopped."""
+    begins, ends = [0, *stops], [*stops, 0]
+    results: list[Arrays] = []
+    for group, begin, end in zip(ranks, begins, ends, strict=True):
+        results = group.run(train, config, str(folder), begin, end)
+    return whole(results)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_a_run_is_bitwise_repeatable_and_resumes_bitwise_also_twice(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, count: int, placement: str
+) -> None:
+    config = small(log, train=FP32, tables={"placement": placement})
+    once = pieces([groups[count]], config, tmp_path / "a", [])
+    assert same(once, pieces([groups[count]], config, tmp_path / "b", [])), "the same command twice"
+    for stops in ([1], [7], [12], [5, 17]):
+        resumed = pieces([groups[count]] * (len(stops) + 1), config, tmp_path / f"stopped at {stops}", stops)
+        assert same(once, resumed), stops
+
+
+def test_a_run_resumes_on_any_other_number_of_ranks(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+    config = small(log, train={"save_every": 1, "keep": 100})
+    once = pieces([groups[2]], config, tmp_path / "a", [])
+    for i, (counts, stops) in enumerate([((2, 4), [6]), ((4, 1), [13]), ((1, 4, 2), [3, 11])]):
+        resumed = pieces([groups[count] for count in counts], config, tmp_path / str(i), stops)
+        assert apart(once, resumed) < 1e-9, (counts, stops)

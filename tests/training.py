@@ -1,0 +1,145 @@
+"""Small runs for tests: a config, a world made of test ranks, and what a run leaves behind as plain arrays."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
+from freescale.data.batch import Batch, Events
+from freescale.data.loader import Loader
+from freescale.train.build import build
+from freescale.train.step import Rates
+from freescale.train.trainer import Trainer
+from freescale.transport import world as worlds
+from freescale.transport.c10d import C10d
+from tests.ranks import World
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def small(path: Path | str, **changes: Any) -> RunConfig:
+    """A run of seconds. Changes are by section: `train={"precision": "fp32"}`."""
+    config = RunConfig(
+        seed=3,
+        data=DataConfig(path=str(path), global_batch=12, shards=8, workers=0, max_history=30),
+        model=ModelConfig(dim=8, layers=2, heads=2),
+        task=TaskConfig(negatives=5),
+        tables=TablesConfig(lr=0.1),
+        train=TrainConfig(precision="fp64", lr=0.01, epochs=2, log_every=5),
+    )
+    for section, values in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return config
+
+
+def joined(world: World, deadline: float = 60.0) -> worlds.World:
+    """What `transport.world.join` gives, for a rank of the tests."""
+    group = dist.group.WORLD
+    assert group is not None
+    return worlds.World(
+        world.rank, world.ranks, torch.device("cpu"), group, C10d(group, world.store, deadline=deadline)
+    )
+
+
+def chosen(batch: Batch, index: list[int]) -> Batch:
+    """Some samples of a batch, in the given order."""
+    at = torch.tensor(index, dtype=torch.int64)
+
+    def events(of: Events | None) -> Events | None:
+        if of is None:
+            return None
+        lengths = of.lengths[at]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        tokens = [torch.arange(int(of.offsets[i]), int(of.offsets[i + 1])) for i in index]
+        taken = torch.cat([torch.empty(0, dtype=torch.int64), *tokens])
+        return Events(offsets, {name: values[taken] for name, values in of.features.items()})
+
+    history = events(batch.history)
+    assert history is not None
+    return replace(
+        batch,
+        sample_id=batch.sample_id[at],
+        scalars={name: values[at] for name, values in batch.scalars.items()},
+        history=history,
+        candidates=events(batch.candidates),
+        targets=events(batch.targets),
+    )
+
+
+def _share(batch: Batch, place: str, world: World) -> Batch:
+    return chosen(batch, [i for i in range(len(batch)) if PLACES[place](i, len(batch), world.ranks) == world.rank])
+
+
+def placed(world: World, config: RunConfig, folder: str, place: str, steps: int) -> tuple[list[float], Arrays]:
+    """Train on global batches whose samples are placed by a rule; gives this rank's losses and what it holds."""
+    trainer = build(config, joined(world), Path(folder))
+    losses = []
+    for batch in list(Loader(config.data, seed=config.seed))[:steps]:
+        rates = Rates(dense=config.train.lr, tables=config.tables.lr)
+        losses.append(trainer.parts.step.run(_share(batch, place, world), rates).loss)
+    return losses, held(trainer)
+
+
+def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple[float, Arrays]:
+    """This rank's loss and the gradients of its first step: of the dense part, and of the own rows."""
+    trainer = build(config, joined(world), Path(folder))
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        found.update(
+            {f"dense.{n}": p.grad.clone() for n, p in trainer.parts.network.named_parameters() if p.grad is not None}
+        )
+
+    trainer.parts.optimizer.register_step_pre_hook(keep)
+    batch = next(iter(Loader(config.data, seed=config.seed)))
+    flight = trainer.parts.step.run(_share(batch, place, world), Rates(dense=0.1, tables=0.1))
+    assert flight.looked_up is not None
+    assert trainer.parts.tables is not None
+    for name, rows in flight.looked_up.local.items():
+        of_table = torch.zeros_like(trainer.parts.tables.shard.state()[name])
+        found[name] = of_table.index_add(0, rows, flight.gradients[name])
+    return flight.loss, {name: value.numpy() for name, value in found.items()}
+
+
+PLACES: dict[str, Callable[[int, int, int], int]] = {
+    "equal": lambda i, _count, ranks: i % ranks,
+    "unequal": lambda i, count, ranks: 0 if i < 0.8 * count else i % ranks,
+    "last rank empty": lambda i, _count, ranks: i % max(1, ranks - 1),
+    "all on rank 1": lambda _i, _count, ranks: min(1, ranks - 1),
+}
+
+
+def held(trainer: Trainer) -> Arrays:
+    """Dense weights, and the own rows of tables and of their optimizer."""
+    parts = trainer.parts
+    dense = {f"dense.{name}": value for name, value in parts.network.state_dict().items()}
+    tables = {} if parts.tables is None else parts.tables.shard.state()
+    return {name: value.detach().numpy().copy() for name, value in (dense | tables).items()}
+
+
+def whole(of_ranks: list[Arrays]) -> Arrays:
+    """Put the rows of all ranks together; the dense part must be the same everywhere."""
+    for name, value in of_ranks[0].items():
+        if name.startswith("dense."):
+            assert all(np.array_equal(value, other[name]) for other in of_ranks), name
+    return {
+        name: value if name.startswith("dense.") else np.concatenate([rank[name] for rank in of_ranks])
+        for name, value in of_ranks[0].items()
+    }
+
+
+def apart(a: Arrays, b: Arrays) -> float:
+    """The largest relative difference, in norm, over all arrays."""
+    assert a.keys() == b.keys()
+    return max(float(np.linalg.norm(a[n] - b[n]) / max(np.linalg.norm(a[n]), 1e-300)) for n in a)
+
+
+def same(a: Arrays, b: Arrays) -> bool:
+    """Whether all arrays are bitwise equal."""
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
