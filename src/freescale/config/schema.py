@@ -150,7 +150,7 @@ class TrainConfig:
     clip: float = 0.0
     """Largest norm of the dense gradient; 0 leaves it alone."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: the forward pass in autocast. fp64: for proofs; sharded tables are then plain torch, since FBGEMM has none."""
+    """bf16: the forward pass in autocast. fp64: for proofs; sharded tables are then plain torch (FBGEMM has none)."""
     micro_batches: int = 1
     """Parts in which a rank computes its share of a step. Memory falls, the result stays."""
     log_every: int = 10
