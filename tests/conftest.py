@@ -1,10 +1,18 @@
-"""In CI a skipped test is a failure, unless it needs a GPU: what nobody runs proves nothing."""
+"""In CI a skipped test is a failure, unless it needs a GPU: what nobody runs proves nothing.
+
+And what many tests share: groups of real ranks, started once, and a log with very unequal histories.
+"""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
+
+from tests.ranks import Ranks
+from tests.support import histories, write_dataset
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
@@ -19,3 +27,20 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[dict[int, Ranks]]:
+    started = {count: Ranks(count) for count in (1, 2, 4)}
+    yield started
+    for ranks in started.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """137 users, 40 items: every item is in many samples of a batch, and on many ranks."""
+    lengths = np.random.default_rng(0).choice([1, 2, 3, 5, 8, 20, 60], 137).tolist()
+    path = tmp_path_factory.mktemp("log") / "data"
+    write_dataset(path, histories(lengths, items=40, candidates=True), rows_per_group=4, items=40)
+    return path

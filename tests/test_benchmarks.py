@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from freescale.data.sources import synthetic
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -34,3 +36,36 @@ def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path) -> None:
     subprocess.run([sys.executable, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
     for result in json.loads(out.read_text())["results"]:
         assert result["ratio_median"] < 0.5
+
+
+def test_ranking_comes_near_the_planted_optimum(tmp_path: Path) -> None:
+    out = tmp_path / "ranking.json"
+    options = ["--users", "4000", "--test-users", "1000", "--ranks", "1", "--seeds", "0", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "ranking.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    for label in ("label_click", "label_like"):
+        first, *_, last = result[label]["curve"].values()
+        assert last < first
+        assert result[label]["optimum"] < last < 1.15 * result[label]["optimum"]
+        assert 0.97 < result[label]["ratio_of_truth"] < 1.03
+
+
+def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    options = ["--ranks", "1", "--blocks", "4", "--steps", "4", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "overhead.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["bare_cpu_ms_per_step"] > 0
+    assert result["cpu_beyond_bare_percent"] < 50
+
+
+def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "quality.json"
+    synthetic.write(data, "ml1m", users=300, catalogue=200)
+    options = ["--data", data, "--runs", tmp_path / "runs", "--recipes", "sasrec-ml1m", "--out", out]
+    for steps in ("2", "4"):
+        command = [sys.executable, BENCHMARKS / "quality.py", *options, "--steps", steps]
+        subprocess.run(command, check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert [entry["step"] for entry in result["curve"]] == [2, 4]
+    assert 0 <= result["reached"]["hr@10"] <= 1

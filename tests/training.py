@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
+from freescale.models.protocol import Model
 from freescale.train.build import build
 from freescale.train.step import Rates
 from freescale.train.trainer import Trainer
@@ -76,9 +77,11 @@ def _share(batch: Batch, place: str, world: World) -> Batch:
     return chosen(batch, [i for i in range(len(batch)) if PLACES[place](i, len(batch), world.ranks) == world.rank])
 
 
-def placed(world: World, config: RunConfig, folder: str, place: str, steps: int) -> tuple[list[float], Arrays]:
+def placed(
+    world: World, config: RunConfig, folder: str, place: str, steps: int, model: Model | None = None
+) -> tuple[list[float], Arrays]:
     """Train on global batches whose samples are placed by a rule; gives this rank's losses and what it holds."""
-    trainer = build(config, joined(world), Path(folder))
+    trainer = build(config, joined(world), Path(folder), model=model)
     losses = []
     for batch in list(Loader(config.data, seed=config.seed))[:steps]:
         rates = Rates(dense=config.train.lr, tables=config.tables.lr)

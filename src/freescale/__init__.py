@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from freescale.config.schema import DataConfig as DataConfig
     from freescale.config.schema import ModelConfig as ModelConfig
     from freescale.config.schema import RunConfig as RunConfig
+    from freescale.config.schema import TablesConfig as TablesConfig
+    from freescale.config.schema import TaskConfig as TaskConfig
+    from freescale.config.schema import TrainConfig as TrainConfig
     from freescale.data.batch import Batch as Batch
     from freescale.data.batch import Events as Events
     from freescale.data.loader import Loader as Loader
@@ -23,6 +26,9 @@ _HOMES = {
     "Loader": "freescale.data.loader",
     "ModelConfig": "freescale.config.schema",
     "RunConfig": "freescale.config.schema",
+    "TablesConfig": "freescale.config.schema",
+    "TaskConfig": "freescale.config.schema",
+    "TrainConfig": "freescale.config.schema",
 }
 __all__ = list(_HOMES)
 

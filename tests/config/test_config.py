@@ -24,7 +24,10 @@ DATA = st.builds(
     split=st.sampled_from(["none", "last"]),
 )
 RUNS = st.builds(
-    RunConfig, seed=st.integers(0, 2**63 - 1), data=DATA, model=st.builds(ModelConfig, dim=POSITIVE, heads=st.just(1))
+    RunConfig,
+    seed=st.integers(0, 2**63 - 1),
+    data=DATA,
+    model=st.builds(ModelConfig, dim=POSITIVE.map(lambda n: 4 * n), heads=st.just(1)),
 )
 
 
@@ -38,7 +41,7 @@ def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
     config.save(RECIPES[name], tmp_path / "deep" / "run.toml")
     assert config.resolve(str(tmp_path / "deep" / "run.toml")) == RECIPES[name]
     written = (tmp_path / "deep" / "run.toml").read_text()
-    for section in (RECIPES[name].data, RECIPES[name].model):
+    for section in (RECIPES[name].data, RECIPES[name].model, RECIPES[name].train, RECIPES[name].tables):
         for field in dataclasses.fields(section):
             assert f"{field.name} = " in written, "every field, so that a later default changes nothing"
 
@@ -58,6 +61,9 @@ def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
         ("[data]\n\nglobal_batch = 0\n", 3, "at least 1"),
         ("[data]\nsplit = 'time'\n", 1, "split_time"),
         ("seed = -1\n", 1, "between 0 and"),
+        ("[model]\ndim = 50\n", 2, "multiple of 4.*replicated"),
+        ("[task]\nkind = 'ranking'\n", 1, "names of label columns"),
+        ("[train]\nbeta2 = 1.0\n", 2, "below 1"),
     ],
 )
 def test_a_wrong_key_or_value_names_file_line_and_remedy(tmp_path: Path, text: str, line: int, says: str) -> None:

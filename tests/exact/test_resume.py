@@ -22,8 +22,8 @@ def train(world: World, config: RunConfig, folder: str, resume_at: int, stop_at:
     run = trainer.parts.step.run
 
     def counted(*arguments: object, **options: object) -> object:
-        trainer._asked_to_stop |= world.rank == world.ranks - 1 and trainer.done + 1 == stop_at
-        return run(*arguments, **options | {"stop": trainer._asked_to_stop})  # type: ignore[arg-type]
+        asked = world.rank == world.ranks - 1 and trainer.done + 1 == stop_at
+        return run(*arguments, **options | {"stop": asked})  # type: ignore[arg-type]
 
     trainer.parts.step.run = counted  # type: ignore[method-assign]
     finished = trainer.fit()

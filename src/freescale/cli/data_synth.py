@@ -4,31 +4,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from freescale.cli.options import parse
-from freescale.data.sources import synthetic
+from freescale.data.sources import planted, synthetic
+from freescale.data.store.manifest import Manifest
 from freescale.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Make up a log whose lengths and popularity are those of a real one.
+    """Make up a log whose lengths and popularity are those of a real one, or one to learn ranking from.
 
     freescale data synth --preset kuairand --users 2000 data/kr
     """
 
     target: tyro.conf.Positional[Path]
     """The folder to make."""
-    preset: synthetic.Preset = "ml1m"
-    """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096)."""
+    preset: synthetic.Preset | Literal["planted"] = "ml1m"
+    """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096). planted: short histories with
+    candidates, whose labels follow a hidden rule; another seed gives other users over the same items."""
     users: int = 10_000
     """Histories to make."""
-    items: int = 100_000
-    """Distinct items to draw from."""
-    popularity: synthetic.Popularity = "public"
-    """public: Zipf 0.7 as in public data. production: Zipf 1.05."""
+    items: int | None = None
+    """Distinct items to draw from: 100,000, of planted 256, unless given."""
+    popularity: synthetic.Popularity | None = None
+    """public (unless given): Zipf 0.7 as in public data. production: Zipf 1.05. Items of planted are all as popular."""
     seed: int = 0
     """One seed, one log."""
 
@@ -36,15 +39,32 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the log and say how large it became."""
     options = parse(Options, argv, prog)
-    if options.users < 1 or options.items < 1 or options.seed < 0:
+    if options.users < 1 or (options.items is not None and options.items < 1) or options.seed < 0:
         raise UsageError("--users and --items must be at least 1 and --seed 0 or more", remedy=f"see {prog} --help")
-    made = synthetic.write(
-        options.target,
-        options.preset,
-        users=options.users,
-        catalogue=options.items,
-        popularity=options.popularity,
-        seed=options.seed,
-    )
+    made = _plant(options) if options.preset == "planted" else _synthesize(options, options.preset)
     sys.stdout.write(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events\n")
     return 0
+
+
+def _synthesize(options: Options, preset: synthetic.Preset) -> Manifest:
+    return synthetic.write(
+        options.target,
+        preset,
+        users=options.users,
+        catalogue=options.items or 100_000,
+        popularity=options.popularity or "public",
+        seed=options.seed,
+    )
+
+
+def _plant(options: Options) -> Manifest:
+    items = options.items or 256
+    if options.popularity is not None:
+        raise UsageError("items of a planted log are all as popular", remedy="leave out --popularity")
+    if items < planted.FEWEST_ITEMS:
+        raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {planted.FEWEST_ITEMS}")
+    made = planted.write(options.target, users=options.users, catalogue=items, seed=options.seed)
+    for label in planted.CHANCES:
+        best = planted.optimum(options.target, label)
+        sys.stdout.write(f"{label}: normalised entropy is {best:.4f} at best\n")
+    return made

@@ -27,4 +27,11 @@ RECIPES: dict[str, RunConfig] = {
         data=DataConfig(global_batch=8192, max_history=21_000, shards=256),
         model=ModelConfig(kind="hstu", dim=256, layers=8, heads=4),
     ),
+    "hstu-ranking-synth": RunConfig(
+        data=DataConfig(global_batch=128, max_history=24, split="none"),
+        model=ModelConfig(kind="hstu", dim=32, layers=2, heads=1, dropout=0.0),
+        task=TaskConfig(kind="ranking", labels=("label_click", "label_like")),
+        tables=TablesConfig(placement="sharded", optimizer="rowwise_adagrad", lr=0.1),
+        train=TrainConfig(epochs=4, lr=1e-2, decay="cosine", evaluate_every=1, log_every=25),
+    ),
 }

@@ -20,6 +20,8 @@ class DataConfig:
 
     path: str = ""
     """Folder of Parquet histories: a local path or any fsspec address."""
+    test_path: str = ""
+    """Folder that evaluation reads instead of the held-out events; ranking is only evaluated with one."""
     order: Literal["shuffle", "log"] = "shuffle"
     """shuffle: a new order every epoch, from the seed. log: the order of the files, kept."""
     global_batch: int = 256

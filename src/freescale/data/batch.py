@@ -30,6 +30,11 @@ class Events:
         """Events of each sample."""
         return self.offsets.diff()
 
+    def to(self, device: torch.device) -> "Events":
+        """The same on another device."""
+        features = {name: values.to(device, non_blocking=True) for name, values in self.features.items()}
+        return Events(self.offsets.to(device, non_blocking=True), features)
+
     def between(self, begin: int, end: int) -> "Events":
         """Those of samples [begin, end), without a copy of their values."""
         low, high = int(self.offsets[begin]), int(self.offsets[end])
@@ -60,6 +65,19 @@ class Batch:
     def number(self) -> int:
         """One number for (epoch, step), the same on all ranks."""
         return self.epoch << 32 | self.step
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        if self.sample_id.device == device:
+            return self
+        return replace(
+            self,
+            sample_id=self.sample_id.to(device, non_blocking=True),
+            scalars={name: values.to(device, non_blocking=True) for name, values in self.scalars.items()},
+            history=self.history.to(device),
+            candidates=self.candidates.to(device) if self.candidates else None,
+            targets=self.targets.to(device) if self.targets else None,
+        )
 
     def parts(self, count: int) -> list["Batch"]:
         """Cut into so many batches of about equally many samples, some of them maybe empty."""

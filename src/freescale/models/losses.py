@@ -20,8 +20,9 @@ def sampled_softmax(output: Tensor, rows: Tensor, *, right: Tensor, wrong: Tenso
     """
     chosen = torch.cat([right[:, None], wrong], dim=1)
     hidden = F.pad(wrong == right[:, None], (1, 0))
-    output, rows = F.normalize(output, dim=-1), F.normalize(rows, dim=-1)
-    return _ChosenSoftmax.apply(output / temperature, rows, chosen, hidden)
+    with torch.autocast(output.device.type, enabled=False):  # cosines over a small temperature need their digits
+        output, rows = F.normalize(output.to(rows.dtype), dim=-1), F.normalize(rows, dim=-1)
+        return _ChosenSoftmax.apply(output / temperature, rows, chosen, hidden)
 
 
 class _ChosenSoftmax(torch.autograd.Function):

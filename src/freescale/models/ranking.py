@@ -51,9 +51,9 @@ class Ranking(nn.Module):
         offsets = torch.cat([offered.new_zeros(1), (lengths + offered).cumsum(0)])
         layout = Layout(offsets, offered)
         is_candidate = layout.position >= lengths.repeat_interleave(layout.lengths)
-        ids = torch.empty(layout.tokens, dtype=torch.int64)
+        ids = batch.history["item_id"].new_empty(layout.tokens)
         ids[is_candidate], ids[~is_candidate] = batch.candidates["candidate_id"], batch.history["item_id"]
-        event = torch.empty(layout.tokens, dtype=torch.int64)
+        event = batch.history["timestamp"].new_empty(layout.tokens)
         event[is_candidate], event[~is_candidate] = (
             _last_time(batch).repeat_interleave(offered),
             batch.history["timestamp"],

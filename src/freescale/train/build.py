@@ -66,7 +66,7 @@ def model_of(config: RunConfig, *, items: int) -> Model:
 def build(
     config: RunConfig, world: World, folder: Path, *, model: Model | None = None, tensorboard: bool = False
 ) -> Trainer:
-    """Wire a run. `model`: one's own, instead of the one that the config names."""
+    """Wire a run. `model`: one's own, instead of the one that the config names; it is trained, not evaluated."""
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
     _require_columns(config, loader)
@@ -83,16 +83,16 @@ def build(
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
     )
-    evaluation = evaluation_of(config, world, assembly.network, assembly.tables)
-    parts = Parts(config, world, loader, assembly.network, assembly.tables, optimizer, step, evaluation)
-    journal = Journal(folder, leads=world.leads, steps=steps_of(config, loader), tensorboard=tensorboard)
+    evaluation = None if model else evaluation_of(config, world, assembly.network, assembly.tables)
+    steps = _steps(config, loader)
+    parts = Parts(config, world, loader, steps, assembly.network, assembly.tables, optimizer, step, evaluation)
+    journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard)
     for line in assembly.plan:
         journal.say(line)
     return Trainer(parts, folder, journal)
 
 
-def steps_of(config: RunConfig, loader: Loader) -> int:
-    """Steps of the whole run."""
+def _steps(config: RunConfig, loader: Loader) -> int:
     steps = config.train.epochs * len(loader)
     return min(steps, config.train.max_steps) if config.train.max_steps else steps
 

@@ -20,7 +20,7 @@ class Journal:
     """Progress on the terminal (plain lines where there is none), `metrics.jsonl`, and TensorBoard if asked for."""
 
     def __init__(self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False) -> None:
-        self._leads, self.steps = leads, steps
+        self._leads, self._steps = leads, steps
         if not leads:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class Journal:
             self._bar.update(self._bar.task_ids[0], completed=step, says=text)
         else:
             left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
-            sys.stderr.write(f"step {step}/{self.steps}  {text}  {left} left\n")
+            sys.stderr.write(f"step {step}/{self._steps}  {text}  {left} left\n")
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add an entry to the file."""

@@ -1,27 +1,36 @@
 """Starts the ranks of a run on this machine, by torch's elastic launcher."""
 
+import logging
 import sys
 from collections.abc import Sequence
+
+_SECONDS_TO_SAVE = 300
+INTERRUPTED = 130
 
 
 def launch(words: Sequence[str], *, ranks: int) -> int:
     """Run `freescale WORDS` on so many ranks and give the exit code of the first that failed, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed, the rank itself has said
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        run_id="freescale",
         nproc_per_node=ranks,
+        run_id="freescale",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         monitor_interval=0.1,
+        shutdown_timeout=_SECONDS_TO_SAVE,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "freescale", *words)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException:  # passed on to the ranks, which have saved and ended
+        return INTERRUPTED
     return 0

@@ -38,6 +38,11 @@ class Network(nn.Module):
             moved = self.replicated({name: ids.unique for name, ids in wanted.items()})
         return {name: Rows(moved[name], ids.index) for name, ids in wanted.items()}
 
+    def named(self) -> dict[str, Tensor]:
+        """All weights of the dense part under the model's own names; replicated tables as `tables.NAME`."""
+        own = {name.removeprefix("model."): value for name, value in self.state_dict().items()}
+        return {name.replace("replicated.weights.", "tables."): value for name, value in own.items()}
+
     def forward(self, inputs: Any, wanted: Mapping[str, Wanted], moved: Mapping[str, Tensor] | None) -> Tensor:
         """Sum of the losses of inputs."""
         return self.model(inputs, self.rows(wanted, moved))

@@ -10,10 +10,11 @@ from freescale.data.batch import Batch, Events
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
 from freescale.models.retrieval import Retrieval
-from freescale.train.metrics import places, retrieval_sums
+from freescale.train.metrics import retrieval_sums
 from freescale.train.network import Network
 
-_PIECE = 65_536
+SAMPLES = 512
+"""Samples that a rank should rank at a time: the rows of the corpus travel once for all of them."""
 
 
 @dataclass(frozen=True)
@@ -24,39 +25,49 @@ class Corpus:
     tables: ShardedTables | None
     items: int
     """Items that can be recommended; the rows behind them are shared by unknown ones."""
+    device: torch.device
+    piece: int = 8_192
+    """Items ranked at a time."""
 
     @torch.no_grad()
     def places(self, batch: Batch) -> Tensor:
-        """How many unseen items stand before the held-out one, for each sample of this rank that has one."""
+        """How many unseen items stand before the held-out one, for each sample of this rank that has one.
+
+        Items with the very score of the right one stand before it: a model that cannot tell items apart gets no credit.
+        """
+        batch = batch.to(self.device)
         assert batch.targets is not None
-        model = self._model
         asked = (batch.targets.lengths > 0) & (batch.history.lengths > 0)
         right = batch.targets["item_id"][batch.targets.offsets[:-1][asked]]
         queries = self._queries(batch)[asked]
-        own = (queries * model.as_items(self._rows({"item": right})["item"])).sum(1)
+        own = (queries @ self._rows(right).T).diagonal()  # a product like those below, so that equal means equal
+        # What does not count: everything that a sample has seen, and the right item itself.
+        seen_by = _sample_of(batch.history)
+        kept = asked[seen_by]
+        number = (asked.cumsum(0) - 1)[seen_by[kept]]
+        itself = torch.arange(len(right), device=self.device)
+        who, item = _once(torch.cat([number, itself]), torch.cat([batch.history["item_id"][kept], right]))
         before = torch.zeros_like(right)
-        rows_of_batch = torch.arange(len(batch))[asked]
-        for first, items in self._pieces():
-            scores = queries @ items.T
-            hidden = seen(batch.history, first, len(items))[rows_of_batch]
-            at = right - first
-            inside = (at >= 0) & (at < len(items))
-            hidden[inside.nonzero()[:, 0], at[inside]] = True  # the right item is not before itself
-            before += places(scores, right, first, own, hidden)
+        for first, rows in self._pieces():
+            scores = queries @ rows.T
+            before += (scores >= own[:, None]).sum(1)
+            sample, at = _inside(who, item, first, len(rows))
+            before.index_add_(0, sample, -(scores[sample, at] >= own[sample]).long())
         return before
 
     @torch.no_grad()
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The best unseen items of each sample and their scores, best first."""
+        batch = batch.to(self.device)
         queries = self._queries(batch)
-        scores = queries.new_full((len(batch), 0), 0.0)
-        best = torch.zeros(len(batch), 0, dtype=torch.int64)
-        for first, items in self._pieces():
-            piece = (queries @ items.T).masked_fill(seen(batch.history, first, len(items)), float("-inf"))
-            scores = torch.cat([scores, piece], dim=1)
-            best = torch.cat([best, torch.arange(first, first + len(items)).expand(len(batch), -1)], dim=1)
-            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-            scores, best = scores.gather(1, order), best.gather(1, order)
+        seen_by, seen = _once(_sample_of(batch.history), batch.history["item_id"])
+        best, scores = batch.sample_id.new_zeros(len(batch), 0), queries.new_zeros(len(batch), 0)
+        for first, rows in self._pieces():
+            of_piece = queries @ rows.T
+            of_piece[_inside(seen_by, seen, first, len(rows))] = float("-inf")
+            leading, at = of_piece.topk(min(count, len(rows)), dim=1)
+            scores, order = torch.cat([scores, leading], dim=1).topk(min(count, first + len(rows)), dim=1)
+            best = torch.cat([best, at + first], dim=1).gather(1, order)
         return best, scores
 
     @property
@@ -65,35 +76,43 @@ class Corpus:
         return self.network.model
 
     def _queries(self, batch: Batch) -> Tensor:
-        model = self._model
-        inputs = model.prepare_query(batch)
+        inputs = self._model.prepare_query(batch)
         (wanted,) = self.network.wanted([inputs.ids])
-        return model.query(inputs, self.network.rows(wanted, self._moved(wanted)))
+        return self._model.query(inputs, self.network.rows(wanted, self._moved(wanted)))
 
     def _pieces(self) -> Iterator[tuple[int, Tensor]]:
-        model = self._model
-        for first in range(0, self.items, _PIECE):
-            ids = torch.arange(first, min(first + _PIECE, self.items))
-            yield first, model.as_items(self._rows({"item": ids})["item"])
+        for first in range(0, self.items, self.piece):
+            yield first, self._rows(torch.arange(first, min(first + self.piece, self.items), device=self.device))
 
-    def _rows(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        (wanted,) = self.network.wanted([ids])
-        return {name: rows.each() for name, rows in self.network.rows(wanted, self._moved(wanted)).items()}
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Rows of items as queries are compared with them."""
+        (wanted,) = self.network.wanted([{"item": ids}])
+        return self._model.as_items(self.network.rows(wanted, self._moved(wanted))["item"].each())
 
     def _moved(self, wanted: dict[str, Wanted]) -> dict[str, Tensor] | None:
         return None if self.tables is None else self.tables.read(wanted)
 
 
-def seen(history: Events, first: int, items: int) -> Tensor:
-    """Mark, in a piece of the corpus, the items that each sample's history holds."""
-    at = history["item_id"] - first
-    inside = (at >= 0) & (at < items)
-    sample = torch.arange(len(history.lengths)).repeat_interleave(history.lengths)
-    marks = torch.zeros(len(history.lengths), items, dtype=torch.bool)
-    marks[sample[inside], at[inside]] = True
-    return marks
+def _sample_of(events: Events) -> Tensor:
+    """Which sample each event belongs to."""
+    return torch.arange(len(events.lengths), device=events.offsets.device).repeat_interleave(events.lengths)
+
+
+def _once(sample: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+    """Each pair once."""
+    span = int(item.max()) + 1 if len(item) else 1
+    pairs = torch.unique(sample * span + item)
+    return pairs // span, pairs % span
+
+
+def _inside(sample: Tensor, item: Tensor, first: int, items: int) -> tuple[Tensor, Tensor]:
+    """The pairs whose item is in a piece of the corpus, counted from its first."""
+    inside = (item >= first) & (item < first + items)
+    return sample[inside], item[inside] - first
 
 
 def retrieval_sums_of(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
     """Sums of the retrieval metrics over this rank's samples."""
-    return sum((retrieval_sums(corpus.places(batch)) for batch in batches), start=torch.zeros(6, dtype=torch.float64))
+    return sum(
+        (retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=torch.zeros(6, dtype=torch.float64)
+    )

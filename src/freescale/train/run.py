@@ -9,17 +9,13 @@ runs/latest                a link to the newest run
 import contextlib
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from freescale import config as configs
 from freescale.checkpoint import store
 from freescale.config import RunConfig
 from freescale.errors import UsageError
 from freescale.train.build import build
-from freescale.transport.world import World
-
-INTERRUPTED = 130
+from freescale.train.launch import INTERRUPTED
+from freescale.transport.world import World, leave
 
 
 def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False) -> int:
@@ -39,7 +35,7 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
         _link(folder)
     finished = trainer.fit()
     trainer.close()
-    dist.destroy_process_group()
+    leave()
     return 0 if finished else INTERRUPTED
 
 
@@ -47,8 +43,8 @@ def _newest(folder: Path, world: World) -> Path | None:
     """The newest complete checkpoint, as rank 0 sees it: all ranks must take the same."""
     found = store.complete(folder / "checkpoints") if world.leads else []
     number = int(found[-1].name.split("-")[1]) if found else 0
-    agreed = world.transport.all_reduce(torch.tensor([number], device=world.device), name="newest checkpoint").wait()
-    return store.named(folder / "checkpoints", int(agreed[0])) if int(agreed[0]) else None
+    agreed = world.transport.total(number, name="newest checkpoint")
+    return store.named(folder / "checkpoints", agreed) if agreed else None
 
 
 def _link(folder: Path) -> None:

@@ -91,7 +91,8 @@ class Step:
 
     def prepare(self, flight: Flight, _part: int) -> None:
         """Lay the batch out and find the distinct ids whose rows it needs."""
-        flight.parts = [self._network.model.prepare(part) for part in flight.batch.parts(self._micro_batches)]
+        batch = flight.batch.to(self._world.device)
+        flight.parts = [self._network.model.prepare(part) for part in batch.parts(self._micro_batches)]
         flight.count = sum(part.count for part in flight.parts)
         flight.wanted = self._network.wanted([part.ids for part in flight.parts])
 

@@ -22,6 +22,8 @@ from freescale.train.network import Network
 from freescale.train.step import Flight, Rates, Step
 from freescale.transport.world import World
 
+_SAME_CTRL_C = 2.0
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -30,6 +32,8 @@ class Parts:
     config: RunConfig
     world: World
     loader: Loader
+    steps: int
+    """Of the whole run."""
     network: Network
     tables: ShardedTables | None
     optimizer: torch.optim.Optimizer
@@ -44,12 +48,11 @@ class Trainer:
     def __init__(self, parts: Parts, folder: Path, journal: Journal) -> None:
         self.parts, self.done = parts, 0
         self._train, self._journal = parts.config.train, journal
-        self.steps = journal.steps
         saving = dist.new_group(backend="gloo")  # apart from training's own, since both go on at once
         assert isinstance(saving, dist.ProcessGroup)
         self._store = store.Store(folder / "checkpoints", keep=self._train.keep, rank=parts.world.rank, group=saving)
         self._meter = _Meter()
-        self._asked_to_stop = False
+        self._asked_at = 0.0
 
     def fit(self) -> bool:
         """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
@@ -86,36 +89,36 @@ class Trainer:
 
     def _run(self) -> bool:
         stopped = False
-        while self.done < self.steps and not stopped:
+        while self.done < self.parts.steps and not stopped:
             for batch in self.parts.loader:
-                flight = self.parts.step.run(batch, self._rates(), stop=self._asked_to_stop)
+                flight = self.parts.step.run(batch, self._rates(), stop=self._asked_at > 0)
                 self.done += 1
                 self._meter.count(flight)
                 stopped = flight.stop
-                if self.done % self._train.log_every == 0 or self.done == self.steps:
-                    self._tell()
+                if self.done % self._train.log_every == 0 or self.done == self.parts.steps:
+                    self._tell(flight.rates)
                 self._evaluate_if_due()
                 self._save_if_due(stopped)
-                if stopped or self.done == self.steps:
+                if stopped or self.done == self.parts.steps:
                     break
-        return stopped and self.done < self.steps
+        return stopped and self.done < self.parts.steps
 
     def _rates(self) -> Rates:
-        part = rates.share(self.done, self.steps, self._train)
+        part = rates.share(self.done, self.parts.steps, self._train)
         return Rates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
 
-    def _tell(self) -> None:
+    def _tell(self, used: Rates) -> None:
         """Add up over all ranks what happened since the last time, and note it."""
         values, seconds = self._meter.take()
         total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
         steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
         entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
-        entry |= {"lr": self._rates().dense, "seconds": seconds / steps}
-        self._journal.progress(self.done, entry, seconds_left=(self.steps - self.done) * seconds / steps)
+        entry |= {"lr": used.dense, "seconds": seconds / steps}
+        self._journal.progress(self.done, entry, seconds_left=(self.parts.steps - self.done) * seconds / steps)
 
     def _evaluate_if_due(self) -> None:
         steps, every = len(self.parts.loader), self._train.evaluate_every
-        due = self.done == self.steps or (every and self.done % (steps * every) == 0)
+        due = self.done == self.parts.steps or (every and self.done % (steps * every) == 0)
         if self.parts.evaluate is None or not due:
             return
         metrics = self.parts.evaluate()
@@ -126,9 +129,9 @@ class Trainer:
 
     def _save_if_due(self, stopped: bool) -> None:
         every = self._train.save_every or len(self.parts.loader)
-        if stopped or self.done == self.steps or self.done % every == 0:
+        if stopped or self.done == self.parts.steps or self.done % every == 0:
             self._store.save(self.done, self._tensors(), self._facts())
-        if stopped and self.done < self.steps:
+        if stopped and self.done < self.parts.steps:
             self._journal.say(f"asked to stop: saving step {self.done}; --resume continues from here")
 
     @property
@@ -151,9 +154,11 @@ class Trainer:
         }
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked_to_stop and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked twice: at once
-        self._asked_to_stop = True
+        """Stop after the step; at once if asked again later. A terminal and a launcher may both pass on one Ctrl-C."""
+        now = time.monotonic()
+        self._asked_at = self._asked_at or now
+        if number == signal.SIGINT and now - self._asked_at > _SAME_CTRL_C:
+            raise KeyboardInterrupt
 
 
 class _Meter:

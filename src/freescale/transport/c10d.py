@@ -16,6 +16,7 @@ class C10d:
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, deadline: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
         self._group, self._deadline = group, deadline
+        self._device = torch.device("cuda" if "nccl" in group.name() else "cpu")
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
@@ -36,6 +37,10 @@ class C10d:
         """Add up values over all ranks, in place."""
         work = dist.all_reduce(values, group=self._group, async_op=True)
         return self._handle(work, name, lambda: values)
+
+    def total(self, number: int, *, name: str) -> int:
+        """Add up one number over all ranks. All must come here, so it is also a place to meet."""
+        return int(self.all_reduce(torch.tensor([number], device=self._device), name=name).wait()[0])
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

@@ -48,6 +48,11 @@ def join(*, deadline: float) -> World:
     return World(rank, ranks, device, group, C10d(group, store, deadline=deadline))
 
 
+def leave() -> None:
+    """End the group, so that no rank is left waiting."""
+    dist.destroy_process_group()
+
+
 def _from_torchrun() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 

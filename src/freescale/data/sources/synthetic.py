@@ -7,7 +7,7 @@ production logs do. Rows come in the order of their last event, as a log would.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -80,18 +80,19 @@ def _blocks(
         yield pa.table(
             {
                 "user_id": pa.array(user),
-                "item_id": _listed(offsets, items(int(offsets[-1]), catalogue, popularity, rng)),
-                "timestamp": _listed(offsets, _times(user, offsets, rng)),
+                "item_id": listed(offsets, items(int(offsets[-1]), catalogue, popularity, rng)),
+                "timestamp": listed(offsets, times(user, offsets, rng)),
             }
         )
 
 
-def _times(user: NDArray[np.int64], offsets: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+def times(user: NDArray[np.int64], offsets: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
     """Ascending times that end, for user u, at a moment that grows with u."""
     elapsed = np.cumsum(rng.exponential(_SECONDS_BETWEEN_EVENTS, int(offsets[-1]))).astype(np.int64)
     last = elapsed[offsets[1:] - 1]
     return elapsed + np.repeat(_START + user * _SECONDS_BETWEEN_USERS - last, np.diff(offsets))
 
 
-def _listed(offsets: NDArray[np.int64], values: NDArray[np.int64]) -> pa.ListArray:
+def listed(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
+    """A list column: row i holds values offsets[i] to offsets[i + 1]."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))

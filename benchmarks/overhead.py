@@ -1,0 +1,154 @@
+"""What does the trainer cost beyond the step itself?
+
+    python benchmarks/overhead.py [--ranks 2] [--blocks 12] [--steps 20] [--out FILE.json]
+
+The tiny recipe, trained by the trainer and by a bare hand-written loop over the same batches, model and tables, in turn
+in the same processes: a block of steps of each. The loop has what any loop has: prepare, exchange, forward, backward,
+update. CPU time is that of the whole process, all threads. A second bare loop gives the floor of the measurement.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+import record
+from freescale.config import resolve
+from freescale.data.batch import Batch
+from freescale.data.loader import Loader
+from freescale.data.sources import synthetic
+from freescale.embedding.unique import Wanted, deduplicate
+from freescale.train.build import assemble, build, model_of
+from freescale.train.network import data_parallel
+from freescale.train.trainer import Trainer
+from freescale.transport.world import World, join, leave
+
+
+def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
+    """A step as one would write it by hand."""
+    assembly = assemble(config, world, model_of(config, items=items))
+    network, tables = assembly.network, assembly.tables
+    assert tables is not None
+    parallel = data_parallel(network, world.group)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def step(batch: Batch) -> None:
+        inputs = network.model.prepare(batch)
+        count = world.transport.total(inputs.count, name="bare count")
+        unique, index = deduplicate(inputs.ids["item"], rows=items)
+        wanted = {"item": Wanted(unique, index)}
+        route = tables.send_ids(wanted)
+        looked_up = tables.look_up(route, lr=0.05)
+        rows = tables.send_rows(route, looked_up)["item"].requires_grad_()
+        (parallel(inputs, wanted, {"item": rows}) / count).backward()
+        assert rows.grad is not None
+        tables.update(looked_up, tables.send_gradients(route, {"item": rows.grad}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Alternating:
+    """Batches for the trainer; whenever a block of them is used up, both bare loops get their turn first."""
+
+    def __init__(self, batches: list[Batch], loader: Loader, bare: list[Callable[[Batch], None]], blocks: int) -> None:
+        self.batches, self._loader, self._bare, self._blocks = batches, loader, bare, blocks
+        self.seconds: dict[str, list[tuple[float, float]]] = {"trainer": [], "bare 0": [], "bare 1": []}
+
+    def __len__(self) -> int:
+        return len(self.batches) * self._blocks
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self._blocks):
+            for number, step in enumerate(self._bare):
+                with self._timed(f"bare {number}"):
+                    for batch in self.batches:
+                        step(batch)
+            with self._timed("trainer"):
+                yield from self.batches
+
+    def state_dict(self) -> dict[str, int | str]:
+        """As the loader's."""
+        return self._loader.state_dict()
+
+    def report(self) -> list[str]:
+        """Nothing was set aside."""
+        return []
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        self.seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+
+
+def on_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
+    os.environ |= {name: str(value) for name, value in place.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    overrides = ["--data.path", f"{folder}/data", "--train.save-every", str(10**9), "--train.max-steps", "0"]
+    config = resolve("tiny", [*overrides, "--data.split", "none"])
+    world = join(deadline=120.0)
+    loader = Loader(config.data, seed=0, rank=rank, ranks=options.ranks)
+    batches = [batch for batch, _ in zip(loader, range(options.steps), strict=False)]
+    bare = [bare_loop(config, world, loader.known.rows) for _ in range(2)]
+    trainer = build(config, world, Path(folder) / "run")
+    source = Alternating(batches, loader, bare, options.blocks)
+    parts = replace(trainer.parts, loader=source, steps=len(source))  # type: ignore[arg-type]
+    Trainer(parts, Path(folder) / "run", trainer._journal).fit()
+    if world.leads:
+        (Path(folder) / "seconds.json").write_text(json.dumps(source.seconds))
+    leave()
+
+
+def summary(seconds: dict[str, list[list[float]]], steps: int) -> dict[str, Any]:
+    """Ratios of neighbouring blocks, but for the first, which warms up, and the last, in which the run ends."""
+    kept = {name: blocks[1:] for name, blocks in seconds.items()}
+    found: dict[str, Any] = {}
+    for place, kind in enumerate(("cpu", "wall")):
+        bare, again, ours = ([block[place] for block in kept[name]] for name in ("bare 0", "bare 1", "trainer"))
+        beyond = [o / ((a + b) / 2) - 1 for o, a, b in zip(ours, bare, again, strict=False)]
+        floor = [b / a - 1 for a, b in zip(bare, again, strict=False)]
+        found |= {
+            f"bare_{kind}_ms_per_step": round(1e3 * statistics.median(bare) / steps, 2),
+            f"{kind}_beyond_bare_percent": round(100 * statistics.median(beyond), 2),
+            f"{kind}_beyond_bare_quartiles": [round(100 * q, 2) for q in statistics.quantiles(beyond, n=4)[::2]],
+            f"{kind}_floor_percent": round(100 * statistics.median(floor), 2),
+            f"{kind}_floor_quartiles": [round(100 * q, 2) for q in statistics.quantiles(floor, n=4)[::2]],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.write(f"{folder}/data", "ml1m", users=64 * options.steps, catalogue=20_000)
+        mp.spawn(on_rank, (options, folder, 29_741), nprocs=options.ranks)
+        seconds = json.loads((Path(folder) / "seconds.json").read_text())
+    result = {"ranks": options.ranks, "blocks": options.blocks, **summary(seconds, options.steps)}
+    print(json.dumps(result))
+    record.save(options.out, [result])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A model for others to read: safetensors, the names of the items, the config, and a list of what is there.
+
+export.json                        every file with its size, checksum and tensors
+model.safetensors                  the dense part, and tables that every rank has whole
+tables-00000-of-00002.safetensors  rows of sharded tables, one file per rank that wrote
+config.toml, vocabulary.parquet
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from freescale.errors import DataError
+
+LIST = "export.json"
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Write a file, read it back, and describe it. `first_rows`: where in its table a piece begins."""
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(kept, path, metadata={name: str(row) for name, row in (first_rows or {}).items()})
+    for name, tensor in _tensors(path):
+        if not torch.equal(tensor, kept[name]):
+            raise DataError(f"'{name}' was not read back as it was written", where=str(path), remedy="check the disk")
+    return describe(path) | {"tensors": {name: list(tensor.shape) for name, tensor in kept.items()}}
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]], copies: Mapping[str, Path]) -> None:
+    """Copy what goes along, and write the list last: an export without it is not complete."""
+    entries: dict[str, Any] = dict(files)
+    for name, source in copies.items():
+        shutil.copyfile(source, folder / name)
+        entries[name] = describe(folder / name)
+    (folder / LIST).write_text(json.dumps({"format": 1, "files": entries}, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """Read an export whole, after checking every file against the list; sharded tables are put together."""
+    found: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, entry in json.loads((folder / LIST).read_text())["files"].items():
+        path = folder / name
+        if not path.exists() or describe(path)["sha256"] != entry["sha256"]:
+            raise DataError(f"{name} is missing or was changed", where=str(folder), remedy="export again")
+        if path.suffix != ".safetensors":
+            continue
+        rows = _first_rows(path)
+        for key, tensor in _tensors(path):
+            if key in rows:
+                pieces.setdefault(key, []).append((rows[key], tensor))
+            else:
+                found[key] = tensor
+    by_row = {key: sorted(parts, key=lambda part: part[0]) for key, parts in pieces.items()}
+    return found | {key: torch.cat([tensor for _, tensor in parts]) for key, parts in by_row.items()}
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  not a dict
+            yield name, file.get_tensor(name)
+
+
+def _first_rows(path: Path) -> dict[str, int]:
+    with safe_open(path, framework="pt") as file:
+        return {name: int(row) for name, row in (file.metadata() or {}).items()}

@@ -1,0 +1,40 @@
+"""`freescale export`: a trained model in files that others read."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from freescale.cli.options import parse
+from freescale.cli.saved import RunOptions, on_ranks
+
+if TYPE_CHECKING:
+    from freescale.train.saved import Saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Write weights as safetensors with the vocabulary and the config, and read everything back.
+
+    freescale export runs/latest model/
+    """
+
+    out: tyro.conf.Positional[Path]
+    """Folder to write."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Write the export and list its files."""
+    options = parse(Options, argv, prog)
+
+    def work(saved: "Saved") -> None:
+        from freescale.train.export import export_model
+
+        files = export_model(saved, options.out)
+        if saved.world.leads:
+            sys.stdout.write("".join(f"{options.out / name}\n" for name in files))
+
+    return on_ranks(options, ["export", *argv], work)

@@ -1,0 +1,42 @@
+"""What the commands on a trained model share: its run, on one rank or many."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+if TYPE_CHECKING:
+    from freescale.train.saved import Saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which trained model, and over how many ranks."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a training, such as runs/latest."""
+    data: str | None = None
+    """Another data set than the one it was trained on; it must have the same items."""
+    nproc: int = 1
+    """Ranks to start on this machine. Each holds its share of the tables."""
+
+
+def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
+    """Open the run on every rank and let each do its part of the work."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from freescale.transport.world import join, launched, leave
+
+    if options.nproc > 1 and not launched():
+        from freescale.train.launch import launch
+
+        return launch(words, ranks=options.nproc)
+    from freescale.train.saved import config_of, open_run
+
+    config = config_of(options.run, options.data)
+    world = join(deadline=config.train.deadline)
+    work(open_run(options.run, config, world))
+    leave()
+    return 0

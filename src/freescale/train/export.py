@@ -1,0 +1,37 @@
+"""A trained model out of its run, in files that others read (see `checkpoint.export`)."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from freescale import config as configs
+from freescale.checkpoint import export
+from freescale.data.vocabulary import FILE as VOCABULARY
+from freescale.errors import UsageError
+from freescale.train.saved import Saved
+
+
+def export_model(saved: Saved, folder: Path) -> list[str]:
+    """Write model, tables, config and vocabulary, read everything back, and give the names of the files."""
+    world, tables = saved.world, saved.assembly.tables
+    if (folder / export.LIST).exists():
+        raise UsageError("there is an export in this folder already", where=str(folder), remedy="choose another --out")
+    world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = {}
+    if world.leads:
+        mine["model.safetensors"] = export.write_tensors(folder / "model.safetensors", saved.assembly.network.named())
+    if tables is not None:
+        name = f"tables-{world.rank:05d}-of-{world.ranks:05d}.safetensors"
+        rows = {f"tables.{table.name}": tables.shard.state()[table.name] for table in tables.tables}
+        first = {f"tables.{table.name}": table.owned(world.rank, world.ranks).start for table in tables.tables}
+        mine[name] = export.write_tensors(folder / name, rows, first)
+    files = [mine] * world.ranks
+    dist.all_gather_object(files, mine, group=world.group)
+    listed = {name: entry for of_rank in files for name, entry in of_rank.items()}
+    if world.leads:
+        configs.save(saved.config, folder / "config.toml")
+        listed["config.toml"] = export.describe(folder / "config.toml")
+        vocabulary = Path(saved.config.data.path) / VOCABULARY
+        export.write_list(folder, listed, {VOCABULARY: vocabulary} if vocabulary.exists() else {})
+    return sorted(listed)

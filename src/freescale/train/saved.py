@@ -1,0 +1,58 @@
+"""A trained model, read back from its run: for evaluation, prediction and export."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from freescale import config as configs
+from freescale.checkpoint import state, store
+from freescale.config import RunConfig
+from freescale.data.loader import Loader
+from freescale.errors import UsageError
+from freescale.train.build import Assembly, assemble, model_of
+from freescale.train.retrieve import Corpus
+from freescale.transport.world import World
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The model of a run's newest checkpoint, over the ranks that are here now."""
+
+    config: RunConfig
+    world: World
+    assembly: Assembly
+    items: int
+    """Items that the model knows, without the rows that unknown ones share."""
+    step: int
+
+    def corpus(self) -> Corpus:
+        """The items, ready to be ranked."""
+        if self.config.task.kind != "retrieval":
+            raise UsageError(
+                f"this run was trained for {self.config.task.kind}, which does not rank the corpus",
+                remedy='use a run with task.kind = "retrieval"',
+            )
+        return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device)
+
+
+def config_of(run: Path, data: str | None = None) -> RunConfig:
+    """The config of a run, with another data set if one is given."""
+    if not (run / "config.toml").exists():
+        raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
+    config = configs.load(run / "config.toml")
+    if data is None:
+        return config
+    return replace(config, data=replace(config.data, path=data, test_path=data if config.data.test_path else ""))
+
+
+def open_run(run: Path, config: RunConfig, world: World) -> Saved:
+    """Read the newest complete checkpoint of a run, whatever number of ranks wrote it."""
+    found = store.complete(run / "checkpoints")
+    if not found:
+        raise UsageError("the run has no complete checkpoint", where=str(run), remedy="let it train until it saves one")
+    loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks)
+    assembly = assemble(config, world, model_of(config, items=loader.known.rows))
+    tensors = state.of_model(assembly.network)
+    if assembly.tables is not None:
+        tensors |= state.of_tables(assembly.tables, world.group, world.device)
+    store.load(found[-1], tensors)
+    return Saved(config, world, assembly, loader.known.items, int(store.read_facts(found[-1])["step"]))

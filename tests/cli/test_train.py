@@ -1,0 +1,161 @@
+"""Promise: one command trains, under any launcher; Ctrl-C loses nothing; what was trained can be used."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from freescale.checkpoint import export, store
+from freescale.data.sources import synthetic
+
+FREESCALE = [sys.executable, "-m", "freescale"]
+SHORT = ["--train.epochs", "2", "--train.max-steps", "12", "--train.log-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo") / "data"
+    synthetic.write(path, "ml1m", users=600, catalogue=500, seed=1)
+    return path
+
+
+def freescale(
+    *words: object, launcher: list[str] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [*(launcher or FREESCALE), *map(str, words)]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def losses(run: Path) -> list[float]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in entries if entry["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "run"
+    ended = freescale("train", "tiny", "--data", demo, "--nproc", 2, "--out", out, "--tensorboard", *SHORT)
+    assert ended.returncode == 0, ended.stderr
+    return out
+
+
+def test_a_run_leaves_config_metrics_checkpoint_and_a_link(trained: Path) -> None:
+    assert (trained / "config.toml").exists()
+    assert len(losses(trained)) == 3
+    assert losses(trained)[-1] < losses(trained)[0]
+    assert [path.name for path in store.complete(trained / "checkpoints")] == ["step-00000010", "step-00000012"]
+    assert (trained.parent / "latest").resolve() == trained.resolve()
+    assert list((trained / "tensorboard").glob("events.*"))
+
+
+def test_torchrun_and_slurm_start_the_same_run(demo: Path, trained: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "freescale"]
+    out = tmp_path / "torchrun"
+    ended = freescale("train", "tiny", "--data", demo, "--out", out, *SHORT, launcher=torchrun)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(out) == losses(trained)
+    out = tmp_path / "slurm"
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "here"}
+    command = [*FREESCALE, "train", "tiny", "--data", str(demo), "--out", str(out), *SHORT]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    assert losses(out) == pytest.approx(losses(trained), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
+    demo: Path, tmp_path: Path, kind: signal.Signals
+) -> None:
+    out, whole = tmp_path / "stopped", tmp_path / "whole"
+    options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "30", "--train.log-every", "1"]
+    options += ["--train.max-steps", "60"]
+    running = subprocess.Popen(
+        [*FREESCALE, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("step 5/"):
+            break
+    os.killpg(running.pid, kind)  # a terminal sends Ctrl-C to all of them
+    said = running.stderr.read()
+    assert running.wait(timeout=60) == 130, said
+    assert "asked to stop: saving step" in said
+    (saved,) = store.complete(out / "checkpoints")[-1:]
+    assert 5 <= int(saved.name.split("-")[1]) < 60
+    ended = freescale(*options, "--out", out, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert freescale(*options, "--out", whole).returncode == 0
+    assert losses(out) == losses(whole)
+
+
+def test_a_rank_that_dies_ends_the_run_soon_and_its_code_is_given(demo: Path, tmp_path: Path) -> None:
+    options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "99", "--train.log-every", "1"]
+    running = subprocess.Popen(
+        [*FREESCALE, *options, "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("step 3/"):
+            break
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    begin = time.monotonic()
+    running.stderr.read()
+    assert running.wait(timeout=60) != 0
+    assert time.monotonic() - begin < 45
+
+
+def test_a_run_is_not_overwritten_and_none_is_resumed_from_nothing(demo: Path, trained: Path, tmp_path: Path) -> None:
+    again = freescale("train", "tiny", "--data", demo, "--out", trained, *SHORT)
+    assert again.returncode == 2
+    assert "add --resume, or choose another --out" in again.stderr
+    nothing = freescale("train", "tiny", "--data", demo, "--out", tmp_path / "new", "--resume", *SHORT)
+    assert nothing.returncode == 2
+    assert "no complete checkpoint" in nothing.stderr
+    assert freescale("train", "tiny").returncode == 2
+    assert freescale("evaluate", tmp_path / "new").returncode == 2
+
+
+def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: Path) -> None:
+    found = [json.loads(freescale("evaluate", trained, "--json", "--nproc", n).stdout) for n in (1, 2)]
+    assert found[0] == pytest.approx(found[1])
+    entries = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert entries[-1]["hr@10"] == pytest.approx(found[0]["hr@10"])
+
+
+def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trained: Path, tmp_path: Path) -> None:
+    assert freescale("predict", trained, tmp_path / "top", "--k", 5, "--nproc", 2).returncode == 0
+    top = pq.read_table(tmp_path / "top").to_pylist()
+    rows = pq.read_table(sorted(demo.glob("part-*.parquet")), columns=["user_id", "item_id"]).to_pylist()
+    log = {row["user_id"]: set(row["item_id"][-64:]) for row in rows}
+    assert sorted(row["user_id"] for row in top) == sorted(log)
+    for row in top:
+        assert len(row["item_id"]) == 5
+        assert row["score"] == sorted(row["score"], reverse=True)
+        assert not set(row["item_id"]) & log[row["user_id"]]
+    assert freescale("predict", trained, tmp_path / "top").returncode == 2
+
+
+def test_an_export_holds_the_trained_weights_on_any_number_of_ranks(trained: Path, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        ended = freescale("export", trained, tmp_path / str(ranks), "--nproc", ranks)
+        assert ended.returncode == 0, ended.stderr
+    one, two = export.read(tmp_path / "1"), export.read(tmp_path / "2")
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name].numpy(), two[name].numpy()) for name in one)
+    assert one["tables.item"].shape == (516, 32)

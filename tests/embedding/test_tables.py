@@ -1,0 +1,141 @@
+"""Promise: a table spread over ranks is one table, and FBGEMM does with it what the readable lines say."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freescale.config import TablesConfig
+from freescale.embedding import plan
+from freescale.embedding.exchange import Exchange
+from freescale.embedding.fused import FusedShard
+from freescale.embedding.plain import PlainShard
+from freescale.embedding.sharded import shard_tables
+from freescale.embedding.tables import Table
+from freescale.embedding.unique import Wanted, deduplicate
+from tests.ranks import Ranks, World
+from tests.training import joined
+
+TABLES = [Table("item", 103, 8), Table("user", 57, 4), Table("shop", 5, 8)]
+
+
+@given(ids=st.lists(st.integers(0, 30), max_size=60), rows=st.sampled_from([31, 10_000]))
+def test_each_id_is_once_and_every_place_finds_its_own(ids: list[int], rows: int) -> None:
+    asked = torch.tensor(ids, dtype=torch.int64)
+    wanted = deduplicate(asked, rows=rows)
+    assert wanted.unique.tolist() == sorted(set(ids))
+    assert wanted.unique[wanted.index].tolist() == ids
+
+
+@given(rows=st.integers(1, 200), ranks=st.integers(1, 9), ids=st.sets(st.integers(0, 199)))
+def test_every_row_has_one_owner(rows: int, ranks: int, ids: set[int]) -> None:
+    table = Table("item", rows, 4)
+    assert [row for rank in range(ranks) for row in table.owned(rank, ranks)] == list(range(rows))
+    unique = torch.tensor(sorted(i for i in ids if i < rows), dtype=torch.int64)
+    cuts = table.cuts(unique, ranks)
+    for rank in range(ranks):
+        assert all(row in table.owned(rank, ranks) for row in unique[cuts[rank] : cuts[rank + 1]].tolist())
+
+
+def test_rows_begin_the_same_whoever_owns_them_and_spread_as_asked() -> None:
+    table = Table("item", 50_000, 8)
+    whole, piece = torch.empty(50_000, 8, dtype=torch.float64), torch.empty(1000, 8, dtype=torch.float64)
+    table.fill(whole, 0, seed=5, deviation=0.02)
+    table.fill(piece, 33_000, seed=5, deviation=0.02)
+    assert torch.equal(whole[33_000:34_000], piece)
+    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
+    assert whole.mean().item() == pytest.approx(0.0, abs=1e-4)
+    other = torch.empty_like(piece)
+    Table("user", 50_000, 8).fill(other, 33_000, seed=5, deviation=0.02)
+    assert not torch.equal(other, piece)
+
+
+def wanted_of(rank: int, seed: int) -> dict[str, Wanted]:
+    """Some ids of each table; none at all for some ranks and tables."""
+    rng = np.random.default_rng([seed, rank])
+    found = {}
+    for table in TABLES:
+        ids = torch.from_numpy(rng.integers(0, table.rows, rng.integers(0, 40) * rng.integers(0, 2)))
+        found[table.name] = deduplicate(ids, rows=table.rows)
+    return found
+
+
+def value_of(table: Table, ids: torch.Tensor) -> torch.Tensor:
+    """A row that tells its table and its number."""
+    return ids[:, None] * 100.0 + torch.arange(table.dim) + table.rows
+
+
+def fetch(world: World, seed: int) -> bool:
+    """Ask for rows of several tables and widths; owners answer with rows that tell who they are."""
+    exchange = Exchange(TABLES, joined(world).transport)
+    wanted = wanted_of(world.rank, seed)
+    route = exchange.send_ids(wanted)
+    first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
+    rows = {table.name: value_of(table, route.local[table.name] + first[table.name]) for table in TABLES}
+    got = exchange.send_rows(route, rows)
+    back = exchange.send_gradients(route, got)
+    there = all(torch.equal(got[table.name], value_of(table, wanted[table.name].unique)) for table in TABLES)
+    return there and all(torch.equal(back[name], rows[name]) for name in rows)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rows_of_several_tables_and_widths_arrive_in_order_and_their_gradients_go_back(
+    groups: dict[int, Ranks], count: int
+) -> None:
+    for seed in range(10):
+        assert all(groups[count].run(fetch, seed))
+
+
+def compare(world: World, optimizer: str) -> float:
+    """Train the same rows in FBGEMM and in plain torch; the largest difference."""
+    config = TablesConfig(optimizer=optimizer, lr=0.1)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    fused = FusedShard(TABLES, config, dist.group.WORLD, torch.device("cpu"))
+    plain = PlainShard(TABLES, config, rank=world.rank, ranks=world.ranks, dtype=torch.float32)
+    for shard in (fused, plain):
+        for table in TABLES:
+            table.fill(shard.state()[table.name], 0, seed=1, deviation=1.0)
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(5):
+        owned = {table.name: len(table.owned(world.rank, world.ranks)) for table in TABLES}
+        local = {
+            n: torch.randint(0, max(rows, 1), (30 if rows else 0,), generator=generator) for n, rows in owned.items()
+        }
+        gradients = {t.name: torch.randn(len(local[t.name]), t.dim, generator=generator) for t in TABLES}
+        for shard in (fused, plain):
+            looked_up = shard.look_up(local, lr=0.1 / (step + 1))
+            shard.look_up(local, lr=99.0)  # a later step's lookup must not change this step's learning rate
+            shard.update(looked_up, gradients)
+    ours, theirs = plain.state(), fused.state()
+    assert ours.keys() == theirs.keys()
+    apart = [(theirs[n].view_as(ours[n]) - ours[n]).abs() / (1 + ours[n].abs()) for n in ours if len(ours[n])]
+    return max(float(difference.max()) for difference in apart)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_fbgemm_updates_rows_as_plain_torch_does_with_duplicates_and_the_rate_of_their_own_step(
+    groups: dict[int, Ranks], optimizer: str
+) -> None:
+    assert max(groups[2].run(compare, optimizer)) < 1e-5
+
+
+def told(world: World) -> list[str]:
+    one = joined(world)
+    tables = shard_tables(
+        [Table("item", 1_000_000, 64)],
+        TablesConfig(),
+        one.transport,
+        group=one.group,
+        device=one.device,
+        dtype=torch.float32,
+        seed=0,
+    )
+    return plan.sharded(tables, world.ranks)
+
+
+def test_the_plan_says_where_rows_live_and_what_they_cost(groups: dict[int, Ranks]) -> None:
+    for (line,) in groups[2].run(told):
+        assert "1,000,000 x 64 row-wise over 2 ranks, up to 500,000 rows each" in line
+        assert "128.00 MB of weights and 2.00 MB of optimizer state per rank" in line

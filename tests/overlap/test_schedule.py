@@ -1,0 +1,31 @@
+"""Promise: a schedule that issues something before what it waits for does not exist."""
+
+import subprocess
+import sys
+
+import pytest
+
+from freescale.overlap.schedule import Operation, Schedule, serial
+from freescale.train.step import Step
+
+
+def test_an_operation_before_what_it_waits_for_is_refused_and_both_are_named() -> None:
+    with pytest.raises(ValueError, match="'rows' is issued before what it waits for: ids"):
+        Schedule((Operation("rows", "network", ("ids",)), Operation("ids", "network")))
+    with pytest.raises(ValueError, match="'ids' is issued twice"):
+        Schedule((Operation("ids", "network"), Operation("ids", "network")))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_every_operation_of_the_serial_step_is_one_that_a_step_can_do(sharded: bool, parts: int) -> None:
+    schedule = serial(sharded=sharded, micro_batches=parts)
+    names = [operation.name for operation in schedule.operations]
+    assert all(callable(getattr(Step, name)) for name in names)
+    assert names.count("forward") == names.count("backward") == parts
+    assert ("send_ids" in names) == sharded
+
+
+def test_a_schedule_can_be_read_without_torch() -> None:
+    code = "import sys, freescale.overlap.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
