@@ -26,5 +26,6 @@ def test_a_test_that_could_run_may_not_be_skipped_in_ci(tmp_path: Path, ci: str,
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
     (tmp_path / "test_skips.py").write_text(SKIPPING)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "CI": ci}, capture_output=True, text=True)
+    environment = {**os.environ, "CI": ci, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert outcome in ended.stdout
