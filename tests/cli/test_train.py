@@ -92,6 +92,7 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     said = running.stderr.read()
     assert running.wait(timeout=60) == 130, said
     assert "asked to stop: saving step" in said
+    assert "death signal" not in said, "the launcher is quiet"
     (saved,) = store.complete(out / "checkpoints")[-1:]
     assert 5 <= int(saved.name.split("-")[1]) < 60
     ended = freescale(*options, "--out", out, "--resume")

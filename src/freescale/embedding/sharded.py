@@ -12,6 +12,7 @@ from freescale.embedding.plain import PlainShard
 from freescale.embedding.shard import LookedUp, Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
+from freescale.log import notice
 from freescale.transport.c10d import C10d
 
 
@@ -65,6 +66,7 @@ def shard_tables(
 
         shard: Shard = FusedShard(tables, config, group, device)
     else:
+        notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
         shard = PlainShard(tables, config, rank=rank, ranks=ranks, dtype=dtype)
     state = shard.state()
     for table in tables:

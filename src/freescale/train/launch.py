@@ -14,7 +14,7 @@ def launch(words: Sequence[str], *, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed, the rank itself has said
+    _quieten("torch.distributed.elastic")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -34,3 +34,10 @@ def launch(words: Sequence[str], *, ranks: int) -> int:
     except SignalException:  # passed on to the ranks, which have saved and ended
         return INTERRUPTED
     return 0
+
+
+def _quieten(package: str) -> None:
+    """What failed or was stopped, the ranks themselves have said. Every logger in there has a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(package):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
