@@ -3,8 +3,7 @@
 Whole numbers, so that the parts of a step add up to it exactly.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,27 +48,15 @@ class RankStep:
     begin: int
     end: int
     spans: tuple[Span, ...] = ()
-    transfers: tuple[Transfer, ...] = field(default=())
+    transfers: tuple[Transfer, ...] = ()
+    work: float = 0.0
+    """What a cost model thinks of this rank's batch, in whatever it counts; 0 where there is none."""
 
     def shifted(self, by: int) -> "RankStep":
         """The same on a clock that shows so much more."""
-        return RankStep(
-            self.rank,
-            self.step,
-            self.begin + by,
-            self.end + by,
-            tuple(Span(s.kind, s.begin + by, s.end + by) for s in self.spans),
-            tuple(
-                Transfer(t.kind, t.name, t.arrived + by, t.done + by, tuple((b + by, e + by) for b, e in t.waits))
-                for t in self.transfers
-            ),
+        spans = tuple(Span(s.kind, s.begin + by, s.end + by) for s in self.spans)
+        transfers = tuple(
+            Transfer(t.kind, t.name, t.arrived + by, t.done + by, tuple((b + by, e + by) for b, e in t.waits))
+            for t in self.transfers
         )
-
-
-def covered(intervals: Iterable[tuple[int, int]], points: Ints) -> NDArray[np.bool_]:
-    """Which of the segments between consecutive points any interval covers. All ends must be among the points."""
-    change = np.zeros(len(points), dtype=np.int64)
-    found = np.array([pair for pair in intervals if pair[0] < pair[1]], dtype=np.int64).reshape(-1, 2)
-    np.add.at(change, np.searchsorted(points, found[:, 0]), 1)
-    np.add.at(change, np.searchsorted(points, found[:, 1]), -1)
-    return np.cumsum(change)[:-1] > 0
+        return replace(self, begin=self.begin + by, end=self.end + by, spans=spans, transfers=transfers)

@@ -9,11 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, Ints, RankStep, Transfer, covered
+from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, Ints, RankStep
 
-Mask = NDArray[np.bool_]
+# Who may claim an instant, the strongest first: a claim is a bit, and the lowest bit that is set wins.
+_CLAIMS = (*COMPUTE, "straggler", *TRAFFIC, "straggler", *TRAFFIC, "data", "host", "idle")
+_CAUSE = [CAUSES.index(claim) for claim in _CLAIMS]
+_WAITED, _UNDER_WAY = len(COMPUTE), len(COMPUTE) + 1 + len(TRAFFIC)
+_IDLE = len(_CLAIMS) - 1
+# And what is true of an instant beside that: a wait goes on; traffic of each kind is in flight.
+_WAITING, _FLIGHT = len(_CLAIMS), len(_CLAIMS) + 1
+_COMPUTE_MASK = (1 << len(COMPUTE)) - 1
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class Ledger:
     """In the order of CAUSES; they add up to the step."""
     hidden: Ints
     """In the order of TRAFFIC; over and above the step."""
+    in_flight: int
+    """How long any traffic was under way, hidden or not."""
 
     @property
     def wall(self) -> int:
@@ -46,17 +54,26 @@ def last_arrivals(ranks: Iterable[RankStep]) -> dict[str, int]:
 
 
 def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
-    """Share out one rank's step. `last`: when the last rank arrived at each collective."""
-    line = _Line(step, last)
-    length = np.diff(line.points)
-    free = np.ones(len(length), dtype=bool)
-    causes = np.zeros(len(CAUSES), dtype=np.int64)
-    for cause, claimed in _claims(line):
-        causes[CAUSES.index(cause)] += length[free & claimed].sum()
-        free &= ~claimed
-    computed = np.logical_or.reduce([line.computed(kind) for kind in COMPUTE])
-    hidden = [length[computed & line.in_flight(kind)].sum() for kind in TRAFFIC]
-    return Ledger(step.rank, step.step, causes, np.array(hidden, dtype=np.int64))
+    """Share out one rank's step. `last`: when the last rank arrived at each collective.
+
+    A sweep over everything that begins or ends, in plain Python: a step has a few dozen of those, and this runs on
+    every rank after every step.
+    """
+    causes, hidden, in_flight = [0] * len(CAUSES), [0] * len(TRAFFIC), 0
+    going_on, true, then = [0] * (_FLIGHT + len(TRAFFIC)), 1 << _IDLE, step.begin
+    for now, bit, change in [*sorted(_edges(step, last)), (step.end, _IDLE, 0)]:
+        if now > then:
+            flying = true >> _FLIGHT
+            claims = true & ~_COMPUTE_MASK if true >> _WAITING & 1 else true  # waiting in a backward pass is no compute
+            causes[_CAUSE[_lowest(claims)]] += now - then
+            if flying:
+                in_flight += now - then
+                if claims & _COMPUTE_MASK:
+                    hidden[_lowest(flying)] += now - then
+            then = now
+        going_on[bit] += change
+        true = true | 1 << bit if going_on[bit] or bit == _IDLE else true & ~(1 << bit)
+    return Ledger(step.rank, step.step, np.array(causes), np.array(hidden), in_flight)
 
 
 def ledgers(ranks: Sequence[RankStep]) -> list[Ledger]:
@@ -71,55 +88,34 @@ def straggler_percent(of_ranks: Sequence[Ledger]) -> float:
     return 100.0 * float(np.mean([ledger["straggler"] for ledger in of_ranks])) / max(1, iteration)
 
 
-class _Line:
-    """A step cut into segments in which nothing begins or ends, and what goes on in each."""
-
-    def __init__(self, step: RankStep, last: Mapping[str, int]) -> None:
-        self._step, self._last = step, last
-        ends = [end for span in step.spans for end in (span.begin, span.end)]
-        for transfer in step.transfers:
-            ends += [transfer.arrived, transfer.done, last[transfer.name], *sum(transfer.waits, ())]
-        inside = np.clip(np.array([step.begin, step.end, *ends], dtype=np.int64), step.begin, step.end)
-        self.points = np.unique(inside)
-        self._waiting = self._during(pair for transfer in step.transfers for pair in transfer.waits)
-
-    def spent(self, kind: str) -> Mask:
-        return self._during((span.begin, span.end) for span in self._step.spans if span.kind == kind)
-
-    def computed(self, kind: str) -> Mask:
-        """Waiting inside a backward pass is not computing."""
-        return self.spent(kind) & ~self._waiting
-
-    def in_flight(self, kind: str) -> Mask:
-        return self._during((t.arrived, t.done) for t in self._step.transfers if t.kind == kind)
-
-    def straggler(self, *, waited: bool) -> Mask:
-        """A collective is under way and a rank has not come to it yet."""
-        pairs = ((t, pair) for t in self._step.transfers for pair in _pairs(t, waited))
-        return self._during((begin, min(end, self._last[t.name])) for t, (begin, end) in pairs)
-
-    def traffic(self, kind: str, *, waited: bool) -> Mask:
-        """Everyone has come, and data moves."""
-        pairs = ((t, pair) for t in self._step.transfers if t.kind == kind for pair in _pairs(t, waited))
-        return self._during((max(begin, self._last[t.name]), end) for t, (begin, end) in pairs)
-
-    def _during(self, pairs: Iterable[tuple[int, int]]) -> Mask:
-        low, high = self._step.begin, self._step.end
-        return covered(((max(begin, low), min(end, high)) for begin, end in pairs), self.points)
+def overlap_percent(of_ranks: Sequence[Ledger]) -> float:
+    """How much of the time that traffic is under way lies behind compute."""
+    hidden = sum(int(ledger.hidden.sum()) for ledger in of_ranks)
+    return 100.0 * hidden / max(1, sum(ledger.in_flight for ledger in of_ranks))
 
 
-def _claims(line: _Line) -> Iterator[tuple[str, Mask]]:
-    """Who claims which segments, the strongest claim first."""
-    for kind in COMPUTE:
-        yield kind, line.computed(kind)
-    for waited in (True, False):
-        yield "straggler", line.straggler(waited=waited)
-        for kind in TRAFFIC:
-            yield kind, line.traffic(kind, waited=waited)
-    for kind in ("data", "host"):
-        yield kind, line.spent(kind)
-    yield "idle", np.ones(len(line.points) - 1, dtype=bool)
+def _edges(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    """Where each claim begins and ends within the step: (moment, bit, +1 or -1)."""
+    for begin, end, bit in _intervals(step, last):
+        low, high = max(begin, step.begin), min(end, step.end)
+        if low < high:
+            yield low, bit, 1
+            yield high, bit, -1
 
 
-def _pairs(transfer: Transfer, waited: bool) -> Sequence[tuple[int, int]]:
-    return transfer.waits if waited else ((transfer.arrived, transfer.done),)
+def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    for span in step.spans:
+        yield span.begin, span.end, _CLAIMS.index(span.kind)
+    for transfer in step.transfers:
+        kind, come = TRAFFIC.index(transfer.kind), last[transfer.name]
+        yield transfer.arrived, transfer.done, _FLIGHT + kind
+        for begin, end in transfer.waits:
+            yield begin, end, _WAITING
+            yield begin, min(end, come), _WAITED
+            yield max(begin, come), end, _WAITED + 1 + kind
+        yield transfer.arrived, min(transfer.done, come), _UNDER_WAY
+        yield max(transfer.arrived, come), transfer.done, _UNDER_WAY + 1 + kind
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1

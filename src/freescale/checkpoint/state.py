@@ -4,8 +4,6 @@ Rows of sharded tables are DTensors, so any other number of ranks can read them.
 copies from them, loading writes into them.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 from freescale.embedding.sharded import ShardedTables
 
 
-def of_model(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the dense part; every rank holds them all."""
-    return {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
+def of_model(
+    network: nn.Module, tables: ShardedTables | None, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Tensor]:
+    """The dense part, of which every rank holds everything, and the own rows of sharded tables with their optimizer."""
+    dense = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
+    return dense if tables is None else dense | _of_tables(tables, group, device)
 
 
 def of_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -30,15 +31,14 @@ def of_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return found
 
 
-def of_tables(tables: ShardedTables, group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    """Rows of sharded tables and what their optimizer remembers."""
+def _of_tables(tables: ShardedTables, group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
     mesh = DeviceMesh.from_group(group, device.type)
     rows = {table.name: table.rows for table in tables.tables}
     found: dict[str, Tensor] = {}
     for name, local in tables.shard.state().items():
         whole = torch.Size([rows[name.split(".")[0]], *local.shape[1:]])
         found[f"tables.{name}"] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=whole, stride=_stride(whole)
+            local, mesh, [Shard(0)], run_check=False, shape=whole, stride=torch.empty(whole, device="meta").stride()
         )
     return found
 
@@ -56,10 +56,3 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)

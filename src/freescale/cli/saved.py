@@ -1,12 +1,13 @@
 """What the commands on a trained model share: its run, on one rank or many."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
+
+from freescale.train.launch import launched_instead
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -26,14 +27,11 @@ class RunOptions:
 
 def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
     """Open the run on every rank and let each do its part of the work."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from freescale.transport.world import join, launched, leave
-
-    if options.nproc > 1 and not launched():
-        from freescale.train.launch import launch
-
-        return launch(words, ranks=options.nproc)
+    code = launched_instead(words, ranks=options.nproc)
+    if code is not None:
+        return code
     from freescale.train.saved import config_of, open_run
+    from freescale.transport.world import join, leave
 
     config = config_of(options.run, options.data)
     world = join(deadline=config.train.deadline)

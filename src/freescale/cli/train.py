@@ -1,12 +1,12 @@
 """`freescale train`: a recipe or a config file, on one rank or many."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from freescale import config
 from freescale.errors import UsageError
+from freescale.train.launch import launched_instead
 
 _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
@@ -18,19 +18,12 @@ _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--t
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Train here, or start the ranks that do."""
-    # Before torch is imported: it warns of DDP's search for unused parameters, which we want (see `train.network`).
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from freescale.transport.world import launched
-
     options, overrides = _parse(argv, prog)
     run_config = config.resolve(options.source, overrides, prog=f"{prog} {options.source}")
     if not run_config.data.path:
         raise UsageError("no data is given", remedy=f"{prog} {options.source} --data FOLDER")
-    if options.nproc > 1 and not launched():
-        from freescale.train.launch import launch
-
-        return launch(["train", *argv], ranks=options.nproc)
-    return _train(run_config, options)
+    code = launched_instead(["train", *argv], ranks=options.nproc)
+    return _train(run_config, options) if code is None else code
 
 
 def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:

@@ -1,11 +1,21 @@
 """Starts the ranks of a run on this machine, by torch's elastic launcher."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 _SECONDS_TO_SAVE = 300
 INTERRUPTED = 130
+
+
+def launched_instead(words: Sequence[str], *, ranks: int) -> int | None:
+    """Where several ranks are asked for and nobody started them: start them, and give their exit code."""
+    # Before torch is imported: it warns of DDP's search for unused parameters, which we want (see `train.network`).
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from freescale.transport.world import launched
+
+    return launch(words, ranks=ranks) if ranks > 1 and not launched() else None
 
 
 def launch(words: Sequence[str], *, ranks: int) -> int:

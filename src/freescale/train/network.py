@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from freescale.embedding.replicated import ReplicatedTables
+from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted, deduplicate
 from freescale.models.protocol import Model, Rows
 
@@ -37,6 +38,11 @@ class Network(nn.Module):
             assert self.replicated is not None
             moved = self.replicated({name: ids.unique for name, ids in wanted.items()})
         return {name: Rows(moved[name], ids.index) for name, ids in wanted.items()}
+
+    def read(self, ids: Mapping[str, Tensor], tables: ShardedTables | None) -> dict[str, Rows]:
+        """Rows of ids, when nothing will be updated. Where tables are sharded, every rank must take part."""
+        (wanted,) = self.wanted([ids])
+        return self.rows(wanted, None if tables is None else tables.read(wanted))
 
     def named(self) -> dict[str, Tensor]:
         """All weights of the dense part under the model's own names; replicated tables as `tables.NAME`."""

@@ -40,12 +40,11 @@ def _tables(saved: Saved, loader: Loader, keys: pa.Array | None, count: int) -> 
         best, scores = corpus.top(batch, count)
         columns: dict[str, pa.Array] = {
             "user_id": pa.array(batch.scalars["user_id"].numpy()),
-            "item_id": _lists(best),
-            "score": _lists(scores.float()),
+            "item_id": _lists(_flat(best), best.shape[1]),
+            "score": _lists(_flat(scores.float()), best.shape[1]),
         }
         if keys is not None:
-            taken = keys.take(pa.array(best.flatten().numpy()))
-            columns["item"] = pa.FixedSizeListArray.from_arrays(taken, best.shape[1]).cast(pa.list_(keys.type))
+            columns["item"] = _lists(keys.take(_flat(best)), best.shape[1])
         yield pa.table(columns, schema=_schema(keys))
 
 
@@ -54,9 +53,12 @@ def _schema(keys: pa.Array | None) -> pa.Schema:
     return pa.schema(fields if keys is None else [*fields, ("item", pa.list_(keys.type))])
 
 
-def _lists(values: Tensor) -> pa.Array:
-    flat = pa.array(values.flatten().cpu().numpy())
-    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]).cast(pa.list_(flat.type))
+def _flat(values: Tensor) -> pa.Array:
+    return pa.array(values.flatten().cpu().numpy())
+
+
+def _lists(flat: pa.Array, length: int) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(flat, length).cast(pa.list_(flat.type))
 
 
 def _keys(data: Path) -> pa.Array | None:

@@ -37,9 +37,7 @@ class Ranker:
         """How likely each label of each candidate is, and what it was: [candidates, tasks] both."""
         model = self.model
         inputs = model.prepare(batch.to(self.device))
-        (wanted,) = self.network.wanted([inputs.ids])
-        moved = None if self.tables is None else self.tables.read(wanted)
-        logits = model.logits(inputs, self.network.rows(wanted, moved))
+        logits = model.logits(inputs, self.network.read(inputs.ids, self.tables))
         return logits.double().sigmoid(), inputs.labels.double()
 
     @property

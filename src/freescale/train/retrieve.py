@@ -8,7 +8,6 @@ from torch import Tensor
 
 from freescale.data.batch import Batch, Events
 from freescale.embedding.sharded import ShardedTables
-from freescale.embedding.unique import Wanted
 from freescale.models.retrieval import Retrieval
 from freescale.train.metrics import retrieval_sums
 from freescale.train.network import Network
@@ -77,8 +76,7 @@ class Corpus:
 
     def _queries(self, batch: Batch) -> Tensor:
         inputs = self._model.prepare_query(batch)
-        (wanted,) = self.network.wanted([inputs.ids])
-        return self._model.query(inputs, self.network.rows(wanted, self._moved(wanted)))
+        return self._model.query(inputs, self.network.read(inputs.ids, self.tables))
 
     def _pieces(self) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, self.items, self.piece):
@@ -86,11 +84,7 @@ class Corpus:
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Rows of items as queries are compared with them."""
-        (wanted,) = self.network.wanted([{"item": ids}])
-        return self._model.as_items(self.network.rows(wanted, self._moved(wanted))["item"].each())
-
-    def _moved(self, wanted: dict[str, Wanted]) -> dict[str, Tensor] | None:
-        return None if self.tables is None else self.tables.read(wanted)
+        return self._model.as_items(self.network.read({"item": ids}, self.tables)["item"].each())
 
 
 def _sample_of(events: Events) -> Tensor:

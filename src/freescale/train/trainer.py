@@ -140,10 +140,9 @@ class Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = self.parts
-        found = state.of_model(parts.network) | state.of_optimizer(parts.network, parts.optimizer)
-        if parts.tables is not None:
-            found |= state.of_tables(parts.tables, parts.world.group, parts.world.device)
-        return found | {self._generator: torch.get_rng_state()}
+        model = state.of_model(parts.network, parts.tables, parts.world.group, parts.world.device)
+        optimizer = state.of_optimizer(parts.network, parts.optimizer)
+        return model | optimizer | {self._generator: torch.get_rng_state()}
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -169,14 +168,14 @@ class _Meter:
 
     def restart(self) -> None:
         self._losses: list[Tensor] = []
-        self._samples = self._tokens = 0
+        self._steps = self._samples = self._tokens = 0
         self._since = time.perf_counter()
 
     def count(self, flight: Flight) -> None:
         self._losses += [loss.detach() for loss in flight.losses]
         self._samples += len(flight.batch)
         self._tokens += int(flight.batch.history.offsets[-1])
-        self._steps = len(self._losses) // len(flight.losses)
+        self._steps += 1
 
     def take(self) -> tuple[Tensor, float]:
         """Loss, samples, tokens and steps, and the seconds they took; counting starts anew."""
