@@ -31,6 +31,7 @@ from freescale.embedding.unique import Wanted, deduplicate
 from freescale.train.build import assemble, build, model_of
 from freescale.train.network import data_parallel
 from freescale.train.trainer import Trainer
+from freescale.transport.c10d import C10d
 from freescale.transport.world import World, join, leave
 
 
@@ -106,7 +107,8 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> N
     world = join(deadline=120.0)
     loader = Loader(config.data, seed=0, rank=rank, ranks=options.ranks)
     batches = [batch for batch, _ in zip(loader, range(options.steps), strict=False)]
-    bare = [bare_loop(config, world, loader.known.rows) for _ in range(2)]
+    unwatched = replace(world, transport=C10d(world.group, world.transport.peers.store))
+    bare = [bare_loop(config, unwatched, loader.known.rows) for _ in range(2)]
     trainer = build(config, world, Path(folder) / "run")
     source = Alternating(batches, loader, bare, options.blocks)
     parts = replace(trainer.parts, loader=source, steps=len(source))  # type: ignore[arg-type]

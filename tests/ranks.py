@@ -7,14 +7,16 @@ sends them module-level functions. Every wait has a deadline; what a rank raises
 import contextlib
 import multiprocessing
 import os
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks.lab import INTERFACE, Lab, enter
 
 DEADLINE = 120.0
 
@@ -27,6 +29,15 @@ class World(NamedTuple):
     store: dist.Store
 
 
+class Meeting(NamedTuple):
+    """Where ranks find each other."""
+
+    port: int
+    file: str
+    hosts: Sequence[str]
+    """Network namespaces that the ranks are dealt over, if they live in a lab."""
+
+
 class RankError(Exception):
     """A rank raised something."""
 
@@ -34,15 +45,18 @@ class RankError(Exception):
 class Ranks:
     """Some processes that form one gloo group."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, lab: Lab | None = None) -> None:
         context = multiprocessing.get_context("spawn")
-        # The store lives in this process, so that any rank may die without taking it along.
+        # The store lives in this process, so that any rank may die without taking it along. Hosts of a lab do not
+        # reach this process; they meet in a file.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        meet = Meeting(self._store.port, f"{self._folder.name}/store", lab.hosts if lab else ())
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, meet, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -86,12 +100,15 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._folder.cleanup()
 
 
-def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if meet.hosts else "lo"
+    store: dist.Store = dist.FileStore(meet.file, ranks) if meet.hosts else dist.TCPStore("127.0.0.1", meet.port)
+    if meet.hosts:
+        enter(meet.hosts[rank * len(meet.hosts) // ranks])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     world = World(rank, ranks, store)
     while (task := pipe.recv()) is not None:

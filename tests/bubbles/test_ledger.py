@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, RankStep, Span, Transfer
-from freescale.bubbles.ledger import Ledger, ledgers, straggler_percent
+from freescale.bubbles.ledger import Ledger, ledgers
+from freescale.bubbles.records import of_steps
+from freescale.bubbles.summary import summarize
 
 MS = 1_000_000
 TIMES = st.integers(-200, 1500)
@@ -76,10 +78,11 @@ def ms(ledger: Ledger) -> dict[str, float]:
 
 
 def test_a_wait_is_split_where_the_last_rank_arrives() -> None:
-    early, late = ledgers([one(0, arrived=10, done=50), one(1, arrived=40, done=50, forward=40)])
+    ranks = [one(0, arrived=10, done=50), one(1, arrived=40, done=50, forward=40)]
+    early, late = ledgers(ranks)
     assert ms(early) == {"forward": 10, "straggler": 30, "urgent rows": 10, "backward": 50}
     assert ms(late) == {"forward": 40, "urgent rows": 10, "backward": 50}
-    assert straggler_percent([early, late]) == pytest.approx(15.0)
+    assert summarize(of_steps([ranks], 0).intervals).straggler_percent == pytest.approx(15.0)
 
 
 def test_traffic_behind_compute_is_hidden_and_only_the_rest_is_exposed() -> None:

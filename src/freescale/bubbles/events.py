@@ -1,9 +1,9 @@
 """What is recorded of a step: intervals on one rank, in whole nanoseconds of one clock. Pure.
 
-Whole numbers, so that the parts of a step add up to it exactly.
+Whole numbers, so that the parts of a step add up to it exactly. Tuples, because dozens are made in every step.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ CAUSES = (*COMPUTE, "straggler", *TRAFFIC, "data", "host", "idle")
 """Every instant of a rank's step is one of these. Of traffic, only what is exposed."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a rank did for a while: a kind of compute, `data` (waiting for a batch) or `host`."""
 
     kind: str
@@ -25,8 +24,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One collective as one rank saw it."""
 
     kind: str
@@ -39,8 +37,7 @@ class Transfer:
     """When this rank could do nothing but wait for it."""
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(NamedTuple):
     """One step of one rank."""
 
     rank: int
@@ -59,4 +56,4 @@ class RankStep:
             Transfer(t.kind, t.name, t.arrived + by, t.done + by, tuple((b + by, e + by) for b, e in t.waits))
             for t in self.transfers
         )
-        return replace(self, begin=self.begin + by, end=self.end + by, spans=spans, transfers=transfers)
+        return self._replace(begin=self.begin + by, end=self.end + by, spans=spans, transfers=transfers)

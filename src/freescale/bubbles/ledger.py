@@ -7,6 +7,7 @@ data; host work; else idle. Traffic behind compute costs nothing and is counted 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, Ints, RankStep
 
 # Who may claim an instant, the strongest first: a claim is a bit, and the lowest bit that is set wins.
 _CLAIMS = (*COMPUTE, "straggler", *TRAFFIC, "straggler", *TRAFFIC, "data", "host", "idle")
-_CAUSE = [CAUSES.index(claim) for claim in _CLAIMS]
 _WAITED, _UNDER_WAY = len(COMPUTE), len(COMPUTE) + 1 + len(TRAFFIC)
 _IDLE = len(_CLAIMS) - 1
 # And what is true of an instant beside that: a wait goes on; traffic of each kind is in flight.
 _WAITING, _FLIGHT = len(_CLAIMS), len(_CLAIMS) + 1
+_SPENT = {claim: bit for bit, claim in enumerate(_CLAIMS)}
+_SENT = {kind: place for place, kind in enumerate(TRAFFIC)}
 _COMPUTE_MASK = (1 << len(COMPUTE)) - 1
 
 
@@ -53,27 +55,44 @@ def last_arrivals(ranks: Iterable[RankStep]) -> dict[str, int]:
     return found
 
 
+class Segment(NamedTuple):
+    """A while of a step in which nothing changes."""
+
+    begin: int
+    end: int
+    cause: str
+    computing: bool
+    flying: int
+    """Which kinds of traffic are in flight: a bit each, in the order of TRAFFIC."""
+
+
 def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
-    """Share out one rank's step. `last`: when the last rank arrived at each collective.
+    """Share out one rank's step. `last`: when the last rank arrived at each collective."""
+    causes, hidden, in_flight = dict.fromkeys(CAUSES, 0), [0] * len(TRAFFIC), 0
+    for begin, end, cause, computing, flying in segments(step, last):
+        causes[cause] += end - begin
+        if flying:
+            in_flight += end - begin
+            if computing:
+                hidden[_lowest(flying)] += end - begin
+    return Ledger(step.rank, step.step, np.array([*causes.values()]), np.array(hidden), in_flight)
+
+
+def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
+    """A step from its begin to its end, piece by piece.
 
     A sweep over everything that begins or ends, in plain Python: a step has a few dozen of those, and this runs on
     every rank after every step.
     """
-    causes, hidden, in_flight = [0] * len(CAUSES), [0] * len(TRAFFIC), 0
     going_on, true, then = [0] * (_FLIGHT + len(TRAFFIC)), 1 << _IDLE, step.begin
-    for now, bit, change in [*sorted(_edges(step, last)), (step.end, _IDLE, 0)]:
+    for now, bit, change in [*_edges(step, last), (step.end, _IDLE, 0)]:
         if now > then:
-            flying = true >> _FLIGHT
             claims = true & ~_COMPUTE_MASK if true >> _WAITING & 1 else true  # waiting in a backward pass is no compute
-            causes[_CAUSE[_lowest(claims)]] += now - then
-            if flying:
-                in_flight += now - then
-                if claims & _COMPUTE_MASK:
-                    hidden[_lowest(flying)] += now - then
+            computing = claims & _COMPUTE_MASK > 0
+            yield Segment(then, now, _CLAIMS[_lowest(claims)], computing, true >> _FLIGHT)
             then = now
         going_on[bit] += change
         true = true | 1 << bit if going_on[bit] or bit == _IDLE else true & ~(1 << bit)
-    return Ledger(step.rank, step.step, np.array(causes), np.array(hidden), in_flight)
 
 
 def ledgers(ranks: Sequence[RankStep]) -> list[Ledger]:
@@ -82,39 +101,29 @@ def ledgers(ranks: Sequence[RankStep]) -> list[Ledger]:
     return [account(rank, last) for rank in ranks]
 
 
-def straggler_percent(of_ranks: Sequence[Ledger]) -> float:
-    """Mean time that ranks stand idle for slower ones, over the time of the iteration."""
-    iteration = max(ledger.wall for ledger in of_ranks)
-    return 100.0 * float(np.mean([ledger["straggler"] for ledger in of_ranks])) / max(1, iteration)
-
-
-def overlap_percent(of_ranks: Sequence[Ledger]) -> float:
-    """How much of the time that traffic is under way lies behind compute."""
-    hidden = sum(int(ledger.hidden.sum()) for ledger in of_ranks)
-    return 100.0 * hidden / max(1, sum(ledger.in_flight for ledger in of_ranks))
-
-
-def _edges(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
-    """Where each claim begins and ends within the step: (moment, bit, +1 or -1)."""
-    for begin, end, bit in _intervals(step, last):
-        low, high = max(begin, step.begin), min(end, step.end)
+def _edges(step: RankStep, last: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """Where each claim begins and ends within the step, in order: (moment, bit, +1 or -1)."""
+    begin, end, edges = step.begin, step.end, []
+    for low, high, bit in _intervals(step, last):
+        low, high = low if low > begin else begin, high if high < end else end
         if low < high:
-            yield low, bit, 1
-            yield high, bit, -1
+            edges += ((low, bit, 1), (high, bit, -1))
+    edges.sort()
+    return edges
 
 
 def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
     for span in step.spans:
-        yield span.begin, span.end, _CLAIMS.index(span.kind)
+        yield span.begin, span.end, _SPENT[span.kind]
     for transfer in step.transfers:
-        kind, come = TRAFFIC.index(transfer.kind), last[transfer.name]
-        yield transfer.arrived, transfer.done, _FLIGHT + kind
+        kind, come, arrived, done = _SENT[transfer.kind], last[transfer.name], transfer.arrived, transfer.done
+        yield arrived, done, _FLIGHT + kind
+        yield arrived, min(done, come), _UNDER_WAY
+        yield max(arrived, come), done, _UNDER_WAY + 1 + kind
         for begin, end in transfer.waits:
             yield begin, end, _WAITING
             yield begin, min(end, come), _WAITED
             yield max(begin, come), end, _WAITED + 1 + kind
-        yield transfer.arrived, min(transfer.done, come), _UNDER_WAY
-        yield max(transfer.arrived, come), transfer.done, _UNDER_WAY + 1 + kind
 
 
 def _lowest(bits: int) -> int:

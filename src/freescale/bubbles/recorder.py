@@ -1,110 +1,121 @@
-"""Writes down what a rank does, cheaply enough to be always on.
+"""Writes down what a rank does, cheaply enough to be always on. Marks become times when a finished step is read."""
 
-A mark is a moment. On a CPU it is read at once; on a GPU it is an event in a stream that is read a step later, when it
-has passed. So marks are only turned into times when a finished step is taken.
-"""
-
-import time
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from freescale.bubbles.events import RankStep, Span, Transfer
+from freescale.bubbles.clock import Clock, HostClock
+from freescale.bubbles.events import TRAFFIC, RankStep, Span, Transfer
 
-
-class Clock(Protocol):
-    """Where moments come from."""
-
-    def mark(self) -> Any:
-        """Note this moment."""
-        ...
-
-    def read(self, mark: Any) -> int:
-        """Nanoseconds of a moment, on the host's monotonic clock."""
-        ...
-
-
-class HostClock:
-    """Moments of the process itself."""
-
-    mark = staticmethod(time.monotonic_ns)
-
-    @staticmethod
-    def read(mark: int) -> int:
-        """A moment is its own time."""
-        return mark
+T = TypeVar("T")
 
 
 @dataclass
 class Flight:
-    """A collective on its way."""
+    """A collective on its way. It may land on any thread."""
 
+    clock: Clock
     kind: str
     name: str
     arrived: Any
+    waited: Any = None
+    """Since when the rank can do nothing but wait for it, if it does."""
     done: Any = None
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def waits(self) -> None:
+        """From here on this rank can do nothing but wait for it."""
+        if self.done is None:
+            self.waited = self.clock.mark()
+
+    def landed(self) -> None:
+        """It is done."""
+        if self.done is None:
+            self.done = self.clock.mark()
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A step as it was written down, with marks instead of times."""
+
+    step: int
+    work: float
+    begin: Any
+    end: Any
+    spans: list[tuple[str, Any, Any]]
+    flights: list[Flight]
 
 
 class Recorder:
-    """What this rank does, step by step. One thread drives it; `landed` may be called by any."""
+    """What this rank does, step by step."""
 
     def __init__(self, rank: int, clock: Clock | None = None) -> None:
-        self.rank = rank
+        self.rank, self.ahead = rank, 0
+        """`ahead`: what to add to this rank's clock to get the one that all ranks share."""
         self._clock: Clock = clock or HostClock()
+        self._kind, self._cuts = TRAFFIC[-1], 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was not yet cut off: the step begins now."""
         self._spans: list[tuple[str, Any, Any]] = []
         self._flights: list[Flight] = []
+        self._names: Counter[str] = Counter()
         self._begin: Any = self._clock.mark()
 
     @contextmanager
-    def span(self, kind: str) -> Iterator[None]:
-        """Everything inside is of this kind."""
+    def during(self, cause: str) -> Iterator[None]:
+        """Everything inside is of this cause. Of traffic: what is sent is, and packing it is host work."""
+        kind, before = cause, self._kind
+        if cause in TRAFFIC:
+            self._kind, kind = cause, "host"
         begin = self._clock.mark()
         try:
             yield
         finally:
             self._spans.append((kind, begin, self._clock.mark()))
+            self._kind = before
 
-    def arrive(self, kind: str, name: str) -> Flight:
-        """This rank has come to a collective."""
-        flight = Flight(kind, name, self._clock.mark())
+    def each(self, cause: str, values: Iterable[T]) -> Iterator[T]:
+        """Pass values on; waiting for one is of this cause."""
+        coming = iter(values)
+        while True:
+            with self.during(cause):
+                found = list(itertools.islice(coming, 1))
+            if not found:
+                return
+            yield found[0]
+
+    def arrive(self, name: str, kind: str | None = None) -> Flight:
+        """This rank has come to a collective. All ranks come to the same ones in the same order."""
+        self._names[name] += 1
+        unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
+        flight = Flight(self._clock, kind or self._kind, unique, self._clock.mark())
         self._flights.append(flight)
         return flight
 
-    @contextmanager
-    def waiting(self, flight: Flight) -> Iterator[None]:
-        """This rank can do nothing but wait for it."""
-        begin = self._clock.mark()
-        try:
-            yield
-        finally:
-            end = self._clock.mark()
-            flight.waits.append((begin, end))
-            flight.done = flight.done or end
-
-    def landed(self, flight: Flight) -> None:
-        """It is done, whether anyone waits for it or not."""
-        flight.done = flight.done or self._clock.mark()
-
-    def take(self, step: int) -> RankStep:
-        """End the step here: what happened since the last time. The next one begins at the same moment."""
+    def cut(self, step: int, work: float = 0.0) -> Marks:
+        """End the step here; the next one begins at the same moment. What is still in flight belongs to both."""
         end = self._clock.mark()
-        spans, flights, begin = self._spans, self._flights, self._begin
-        self._spans, self._flights, self._begin = [], [f for f in flights if f.done is None], end
-        read = self._clock.read
-        return RankStep(
-            self.rank,
-            step,
-            read(begin),
-            read(end),
-            tuple(Span(kind, read(low), read(high)) for kind, low, high in spans),
-            tuple(_landed(flight, end, self._clock) for flight in flights),
-        )
+        marks = Marks(step, work, self._begin, end, self._spans, self._flights)
+        self._spans, self._flights, self._begin = [], [f for f in self._flights if f.done is None], end
+        self._names.clear()
+        self._cuts += 1
+        return marks
 
+    def read(self, marks: Marks) -> RankStep:
+        """Turn marks into times on the clock that all ranks share."""
 
-def _landed(flight: Flight, end: Any, clock: Clock) -> Transfer:
-    """What is still under way at the end of a step has come as far as that."""
-    waits = tuple((clock.read(low), clock.read(high)) for low, high in flight.waits)
-    done = clock.read(flight.done if flight.done is not None else end)
-    return Transfer(flight.kind, flight.name, clock.read(flight.arrived), done, waits)
+        def at(mark: Any) -> int:
+            return self._clock.read(mark) + self.ahead
+
+        def transfer(flight: Flight) -> Transfer:
+            done = at(marks.end if flight.done is None else flight.done)
+            waits = () if flight.waited is None else ((at(flight.waited), done),)
+            return Transfer(flight.kind, flight.name, at(flight.arrived), done, waits)
+
+        spans = tuple(Span(kind, at(begin), at(end)) for kind, begin, end in marks.spans)
+        flights = tuple(transfer(flight) for flight in marks.flights)
+        return RankStep(self.rank, marks.step, at(marks.begin), at(marks.end), spans, flights, marks.work)

@@ -15,7 +15,7 @@ import tyro
 from freescale import page
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import Imbalance, random_batches
-from freescale.cli.options import parse, print_json
+from freescale.cli.options import parse, print_json, print_table
 from freescale.config import ModelConfig
 from freescale.data.stats import QUANTILES, Profile, profile
 from freescale.data.store.dataset import Dataset
@@ -139,25 +139,11 @@ _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverab
 
 
 def _print(options: Options, found: Profile, bubbles: list[Imbalance]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(file=sys.stdout)
-
-    def show(title: str, header: list[str], rows: list[list[str]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for position, name in enumerate(header):
-            table.add_column(name, justify="right" if position else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-
-    console.print(
-        f"{options.path}: {found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
-    )
-    show("events per history", ["quantile", "events"], _length_rows(found))
-    show("popularity", ["items", "share"], _popularity_rows(found))
-    show(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
+    items = len(found.items.values)
+    sys.stdout.write(f"{options.path}: {found.rows:,} histories, {found.events:,} events, {items:,} items\n")
+    print_table("events per history", ["quantile", "events"], _length_rows(found))
+    print_table("popularity", ["items", "share"], _popularity_rows(found))
+    print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
 
 
 def _bubble_title(options: Options) -> str:

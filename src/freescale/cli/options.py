@@ -15,6 +15,21 @@ def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
     return tyro.cli(schema, args=list(argv), prog=prog)
 
 
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)
+) -> None:
+    """Print a table for people. `words`: columns of text; the others are numbers and stand at the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column in words else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout).print(table)
+
+
 def print_json(result: Any) -> None:
     """Print a result for a program to read."""
     sys.stdout.write(json.dumps(result, indent=1) + "\n")

@@ -7,6 +7,8 @@ Today everything runs strictly one after another.
 from dataclasses import dataclass
 from typing import Literal
 
+from freescale.bubbles.events import CAUSES
+
 Lane = Literal["host", "compute", "network"]
 
 
@@ -16,6 +18,8 @@ class Operation:
 
     name: str
     lane: Lane
+    cause: str
+    """Where its time goes: one of `bubbles.events.CAUSES`; on the network lane, the class of its traffic."""
     after: tuple[str, ...] = ()
     """Keys of operations of the same step that must have ended."""
     part: int = 0
@@ -39,6 +43,8 @@ class Schedule:
             missing = [key for key in operation.after if key not in seen]
             if missing:
                 raise ValueError(f"'{operation.key}' is issued before what it waits for: {', '.join(missing)}")
+            if operation.cause not in CAUSES:
+                raise ValueError(f"'{operation.key}' has the cause '{operation.cause}', which no ledger knows")
             if operation.key in seen:
                 raise ValueError(f"'{operation.key}' is issued twice")
             seen.add(operation.key)
@@ -47,27 +53,27 @@ class Schedule:
 def serial(*, sharded: bool, micro_batches: int = 1) -> Schedule:
     """One thing after another. Without sharded tables there are no rows to move."""
     rows = (
-        Operation("send_ids", "network", ("prepare",)),
-        Operation("look_up", "compute", ("send_ids",)),
-        Operation("send_rows", "network", ("look_up",)),
+        Operation("send_ids", "network", "ids", ("prepare",)),
+        Operation("look_up", "compute", "forward", ("send_ids",)),
+        Operation("send_rows", "network", "urgent rows", ("look_up",)),
     )
     compute: list[Operation] = []
     ready = "send_rows" if sharded else "prepare"
     for part in range(micro_batches):
-        forward = Operation("forward", "compute", ("agree", ready), part)
-        compute += [forward, Operation("backward", "compute", (forward.key,), part)]
+        forward = Operation("forward", "compute", "forward", ("agree", ready), part)
+        compute += [forward, Operation("backward", "compute", "backward", (forward.key,), part)]
     last = compute[-1].key
     gradients = (
-        Operation("send_gradients", "network", (last,)),
-        Operation("update_rows", "compute", ("send_gradients",)),
+        Operation("send_gradients", "network", "row gradients", (last,)),
+        Operation("update_rows", "compute", "optimizer", ("send_gradients",)),
     )
     return Schedule(
         (
-            Operation("prepare", "host"),
-            Operation("agree", "network", ("prepare",)),
+            Operation("prepare", "host", "host"),
+            Operation("agree", "network", "other traffic", ("prepare",)),
             *(rows if sharded else ()),
             *compute,
             *(gradients if sharded else ()),
-            Operation("update_dense", "compute", (last,)),
+            Operation("update_dense", "compute", "optimizer", (last,)),
         )
     )

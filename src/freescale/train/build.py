@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from freescale.balance.cost import Cost
+from freescale.bubbles.book import Bubbles
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.embedding import plan
@@ -71,7 +73,10 @@ def build(
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
     _require_columns(config, loader)
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows))
-    parallel = data_parallel(assembly.network, world.group)
+    steps = _steps(config, loader)
+    bubbles = Bubbles(folder, steps=steps, every=config.train.log_every, device=world.device)
+    world.transport.watcher = bubbles.recorder.arrive
+    parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
     step = Step(
         parallel,
@@ -79,13 +84,24 @@ def build(
         optimizer,
         serial(sharded=assembly.tables is not None, micro_batches=config.train.micro_batches),
         world,
+        bubbles.recorder,
         micro_batches=config.train.micro_batches,
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
     )
-    evaluation = None if model else evaluation_of(config, world, assembly.network, assembly.tables)
-    steps = _steps(config, loader)
-    parts = Parts(config, world, loader, steps, assembly.network, assembly.tables, optimizer, step, evaluation)
+    parts = Parts(
+        config=config,
+        world=world,
+        loader=loader,
+        steps=steps,
+        network=assembly.network,
+        tables=assembly.tables,
+        optimizer=optimizer,
+        step=step,
+        bubbles=bubbles,
+        cost=None if model else Cost.of_model(config.model),
+        evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
+    )
     journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard)
     for line in assembly.plan:
         journal.say(line)

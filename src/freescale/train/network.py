@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from freescale.bubbles.book import watched
+from freescale.bubbles.recorder import Recorder
 from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted, deduplicate
@@ -54,14 +56,16 @@ class Network(nn.Module):
         return self.model(inputs, self.rows(wanted, moved))
 
 
-def data_parallel(network: Network, group: dist.ProcessGroup) -> DistributedDataParallel:
+def data_parallel(
+    network: Network, group: dist.ProcessGroup, recorder: Recorder | None = None
+) -> DistributedDataParallel:
     """Wrap for training on several ranks: gradients are summed, since each rank divides by the global count already.
 
     Looking for unused parameters keeps DDP from regrouping its buckets after the first step; a regrouped sum has
     another order of additions, and a resumed run would not be bitwise the uninterrupted one.
     """
     parallel = DistributedDataParallel(network, process_group=group, find_unused_parameters=True)
-    parallel.register_comm_hook(group, _add_up)
+    parallel.register_comm_hook(group, _add_up if recorder is None else watched(_add_up, recorder))
     return parallel
 
 

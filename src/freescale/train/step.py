@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from freescale.bubbles.recorder import Recorder
 from freescale.data.batch import Batch
 from freescale.embedding.exchange import Route
 from freescale.embedding.shard import LookedUp
@@ -72,6 +73,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         world: World,
+        recorder: Recorder,
         *,
         micro_batches: int = 1,
         clip: float = 0.0,
@@ -79,14 +81,15 @@ class Step:
     ) -> None:
         self._parallel, self._tables, self._optimizer = parallel, tables, optimizer
         self._network: Network = parallel.module
-        self._schedule, self._world = schedule, world
+        self._schedule, self._world, self._recorder = schedule, world, recorder
         self._micro_batches, self._clip, self._autocast = micro_batches, clip, autocast
 
     def run(self, batch: Batch, rates: Rates, *, stop: bool = False) -> Flight:
         """Train on one batch. `stop`: this rank was asked to end; all ranks learn of it in the same step."""
         flight = Flight(batch, rates, stop)
         for operation in self._schedule.operations:
-            getattr(self, operation.name)(flight, operation.part)
+            with self._recorder.during(operation.cause):
+                getattr(self, operation.name)(flight, operation.part)
         return flight
 
     def prepare(self, flight: Flight, _part: int) -> None:

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from freescale.balance.cost import Cost
+from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.config import RunConfig, to_toml
+from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables
 from freescale.log import notice
@@ -38,6 +41,9 @@ class Parts:
     tables: ShardedTables | None
     optimizer: torch.optim.Optimizer
     step: Step
+    bubbles: Bubbles
+    cost: Cost | None
+    """Of the model, where it is one of ours."""
     evaluate: Callable[[], dict[str, float]] | None
     """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
 
@@ -59,6 +65,7 @@ class Trainer:
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
+            self.parts.bubbles.close()
             self._store.close()
         finally:
             for kind, handler in before.items():
@@ -78,7 +85,7 @@ class Trainer:
         if self._generator in tensors:
             torch.set_rng_state(tensors[self._generator])
         parts.loader.load_state_dict(facts["cursor"])
-        self.done = int(facts["step"])
+        self.done = parts.bubbles.step = int(facts["step"])
         self._journal.say(f"resumed from {checkpoint} at step {self.done}")
 
     def close(self) -> None:
@@ -88,32 +95,44 @@ class Trainer:
         self._journal.close()
 
     def _run(self) -> bool:
-        stopped = False
+        stopped, bubbles = False, self.parts.bubbles
+        bubbles.restart()
         while self.done < self.parts.steps and not stopped:
-            for batch in self.parts.loader:
+            for batch in bubbles.each("data", self.parts.loader):
                 flight = self.parts.step.run(batch, self._rates(), stop=self._asked_at > 0)
                 self.done += 1
-                self._meter.count(flight)
+                bubbles.end_step(self._work(batch))
                 stopped = flight.stop
-                if self.done % self._train.log_every == 0 or self.done == self.parts.steps:
-                    self._tell(flight.rates)
+                with bubbles.during("host"):
+                    self._tell_if_due(flight)
                 self._evaluate_if_due()
-                self._save_if_due(stopped)
+                with bubbles.during("host"):
+                    self._save_if_due(stopped)
                 if stopped or self.done == self.parts.steps:
                     break
         return stopped and self.done < self.parts.steps
+
+    def _work(self, batch: Batch) -> float:
+        """What the cost model thinks of this rank's part of a step."""
+        if self.parts.cost is None:
+            return 0.0
+        candidates = 0 if batch.candidates is None else batch.candidates.lengths.numpy()
+        return float(self.parts.cost.of(batch.history.lengths.numpy(), candidates).sum())
 
     def _rates(self) -> Rates:
         part = rates.share(self.done, self.parts.steps, self._train)
         return Rates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
 
-    def _tell(self, used: Rates) -> None:
+    def _tell_if_due(self, flight: Flight) -> None:
         """Add up over all ranks what happened since the last time, and note it."""
+        self._meter.count(flight)
+        if self.done % self._train.log_every and self.done != self.parts.steps:
+            return
         values, seconds = self._meter.take()
         total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
         steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
         entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
-        entry |= {"lr": used.dense, "seconds": seconds / steps}
+        entry |= {"lr": flight.rates.dense, "seconds": seconds / steps}
         self._journal.progress(self.done, entry, seconds_left=(self.parts.steps - self.done) * seconds / steps)
 
     def _evaluate_if_due(self) -> None:
@@ -126,6 +145,7 @@ class Trainer:
         told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
         self._journal.say(f"step {self.done}: {told}")
         self._meter.restart()
+        self.parts.bubbles.restart()
 
     def _save_if_due(self, stopped: bool) -> None:
         every = self._train.save_every or len(self.parts.loader)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.transport.handle import Handle, Peers
+from freescale.transport.handle import Flight, Handle, Peers
 
 
 class C10d:
@@ -17,26 +17,33 @@ class C10d:
         self.peers = Peers(group.rank(), group.size(), store)
         self._group, self._deadline = group, deadline
         self._device = torch.device("cuda" if "nccl" in group.name() else "cpu")
+        self.watcher: Callable[[str], Flight] | None = None
+        """Is told the name of every transfer that begins."""
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        work = dist.all_to_all_single(out, rows, list(receive), list(send), group=self._group, async_op=True)
+
+        def begin() -> dist.Work | None:
+            return dist.all_to_all_single(out, rows, list(receive), list(send), group=self._group, async_op=True)
+
         # The rows must outlive the transfer, so the handle holds them.
-        return self._handle(work, name, lambda _kept=rows: out)
+        return self._start(begin, name, lambda _kept=rows: out)
 
     def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
-        work = dist.all_gather(parts, values, group=self._group, async_op=True)
-        return self._handle(work, name, lambda _kept=values: torch.stack(parts))
+        return self._start(
+            lambda: dist.all_gather(parts, values, group=self._group, async_op=True),
+            name,
+            lambda _kept=values: torch.stack(parts),
+        )
 
     def all_reduce(self, values: Tensor, *, name: str) -> Handle[Tensor]:
         """Add up values over all ranks, in place."""
-        work = dist.all_reduce(values, group=self._group, async_op=True)
-        return self._handle(work, name, lambda: values)
+        return self._start(lambda: dist.all_reduce(values, group=self._group, async_op=True), name, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
@@ -52,7 +59,9 @@ class C10d:
                 raise self.peers.failure(name, error) from error
             raise
 
-    def _handle(self, work: dist.Work | None, name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
+    def _start(self, begin: Callable[[], dist.Work | None], name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
+        flight = self.watcher(name) if self.watcher is not None else None
+        work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
-        return Handle(work, finish, operation=name, peers=self.peers, deadline=self._deadline)
+        return Handle(work, finish, operation=name, peers=self.peers, deadline=self._deadline, flight=flight)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -50,19 +50,42 @@ class Peers:
         )
 
 
+class Flight(Protocol):
+    """A transfer as somebody who measures sees it; it began when this was made."""
+
+    def waits(self) -> None:
+        """From here on this rank can do nothing but wait for it."""
+        ...
+
+    def landed(self) -> None:
+        """It is done."""
+        ...
+
+
 class Handle(Generic[T]):
     """What a transfer will give. `wait` returns it, or fails by the deadline."""
 
     def __init__(
-        self, work: dist.Work, finish: Callable[[], T], *, operation: str, peers: Peers, deadline: float
+        self,
+        work: dist.Work,
+        finish: Callable[[], T],
+        *,
+        operation: str,
+        peers: Peers,
+        deadline: float,
+        flight: Flight | None = None,
     ) -> None:
-        self._work, self._finish = work, finish
+        self._work, self._finish, self._flight = work, finish, flight
         self._operation, self._peers, self._deadline = operation, peers, deadline
 
     def wait(self) -> T:
         """Wait for the transfer to end and give its result."""
+        if self._flight is not None:
+            self._flight.waits()
         try:
             self._work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
             raise self._peers.failure(self._operation, error) from error
+        if self._flight is not None:
+            self._flight.landed()
         return self._finish()

@@ -1,0 +1,140 @@
+"""What recording costs: calls per step x cost per call, against a step of 50 ms.
+
+Two ranks train on the timed compute lane, which says how often each call is made in a step and what the bookkeeping
+after it costs, in CPU time of the thread that trains. The marks are too cheap for that and are timed in a loop.
+
+python benchmarks/recorder.py --out benchmarks/results/recorder.json
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freescale.bubbles.recorder import Recorder
+from freescale.config import resolve
+from freescale.data.loader import Loader
+from freescale.data.sources import synthetic
+from freescale.models.timed import Timed
+from freescale.train.build import build, model_of
+from freescale.transport.world import join, leave
+from record import save
+
+STEP_MS = 50.0
+
+
+def microseconds(call: Callable[[], Any], times: int) -> float:
+    """Of one call, in CPU time; the median of some rounds."""
+    rounds = []
+    for _ in range(7):
+        before = time.thread_time_ns()
+        for _ in range(times):
+            call()
+        rounds.append((time.thread_time_ns() - before) / times / 1e3)
+    return statistics.median(rounds)
+
+
+def marks() -> dict[str, float]:
+    """Microseconds of each call that writes something down."""
+    recorder = Recorder(0)
+
+    def span() -> None:
+        with recorder.during("forward"):
+            pass
+
+    def transfer() -> None:
+        flight = recorder.arrive("rows")
+        flight.waits()
+        flight.landed()
+
+    def data() -> None:
+        for _ in recorder.each("data", (0,)):
+            pass
+
+    return {
+        "during": microseconds(span, 2000),
+        "transfer": microseconds(transfer, 2000),
+        "each": microseconds(data, 2000),
+    }
+
+
+def on_rank(rank: int, steps: int, folder: str, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    options = ["--data.path", f"{folder}/data", "--train.epochs", "100", "--train.max-steps", str(steps)]
+    config = resolve("tiny", [*options, "--train.save-every", str(10**9)])
+    world = join(deadline=120.0)
+    model = Timed(
+        model_of(config, items=Loader(config.data, seed=0).known.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
+    )
+    trainer = build(config, world, Path(folder) / "run", model=model)
+    seen: list[tuple[float, int, int]] = []
+    bubbles = trainer.parts.bubbles
+    end_step, cut = bubbles.end_step, bubbles.recorder.cut
+
+    def timed_end_step(work: float = 0.0) -> None:
+        before = time.thread_time_ns()
+        end_step(work)
+        seen.append(((time.thread_time_ns() - before) / 1e3, *counts[-1]))
+
+    counts: list[tuple[int, int]] = []
+
+    def counting_cut(step: int, work: float = 0.0) -> Any:
+        taken = cut(step, work)
+        counts.append((len(taken.spans), len(taken.flights)))
+        return taken
+
+    bubbles.end_step, bubbles.recorder.cut = timed_end_step, counting_cut  # type: ignore[method-assign]
+    trainer.fit()
+    if world.leads:
+        (Path(folder) / "seen.json").write_text(json.dumps(seen))
+    leave()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.write(Path(folder) / "data", "kuairand", users=2000)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=on_rank, args=(rank, options.steps, folder, port)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        seen = json.loads((Path(folder) / "seen.json").read_text())[5:]
+    cost = marks()
+    spans, transfers = (statistics.mean(column) for column in list(zip(*seen, strict=True))[1:])
+    books = statistics.mean(row[0] for row in seen)
+    total = cost["each"] + (spans - 1) * cost["during"] + transfers * cost["transfer"] + books
+    result = {
+        "steps": len(seen),
+        "spans_per_step": round(spans, 1),
+        "transfers_per_step": round(transfers, 1),
+        "us_per_call": {name: round(value, 2) for name, value in cost.items()},
+        "books_us_per_step": round(books, 1),
+        "books_us_median": round(statistics.median(row[0] for row in seen), 1),
+        "us_per_step": round(total, 1),
+        "percent_of_50_ms": round(100 * total / (1e3 * STEP_MS), 3),
+    }
+    print(json.dumps(result, indent=1))
+    save(options.out, [result])
+
+
+if __name__ == "__main__":
+    main()

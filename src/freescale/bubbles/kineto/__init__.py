@@ -1,0 +1,1 @@
+"""Import of what torch.profiler recorded of any trainer."""

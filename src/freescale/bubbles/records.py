@@ -1,0 +1,168 @@
+"""What a run keeps of its bubbles, and reading it back. Bounded, however many ranks and steps there are.
+
+RUN/bubbles/intervals.jsonl     a line per interval: milliseconds per step of every cause, by group of ranks
+RUN/bubbles/rank-00000.jsonl    a line per sampled step of a sampled rank: every interval of it
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
+from freescale.bubbles.ledger import Ledger, last_arrivals, ledgers
+from freescale.errors import DataError
+
+FOLDER = "bubbles"
+LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
+"""Most that a run keeps: lines, fully written steps, ranks that write them, groups of ranks told apart in a line."""
+COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "ranks")
+"""What is added up over the ranks of a group; nanoseconds, and how many ranks they are."""
+
+Table = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """Some consecutive steps of all ranks."""
+
+    step: int
+    """The last one."""
+    steps: int
+    ranks: int
+    clock_bound_us: float
+    """How far the clocks of two ranks may be apart."""
+    ms: Table
+    """[groups of ranks, COLUMNS]: per step, mean of the group's ranks."""
+
+    def of(self, column: str) -> Table:
+        """One column: a value per group of ranks."""
+        return self.ms[:, COLUMNS.index(column)]
+
+
+class Sample(NamedTuple):
+    """One step of one rank, whole, and when the last rank came to each of its collectives."""
+
+    step: RankStep
+    last: dict[str, int]
+
+
+def group_of(rank: int, ranks: int) -> int:
+    """Which line of a table a rank adds to."""
+    return rank * min(ranks, GROUPS) // ranks
+
+
+def group_name(group: int, ranks: int) -> str:
+    """Which ranks that line speaks of."""
+    groups = min(ranks, GROUPS)
+    first, last = -(-group * ranks // groups), -(-(group + 1) * ranks // groups) - 1
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def row(ledger: Ledger) -> Table:
+    """A ledger in the order of COLUMNS."""
+    return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, 0], dtype=np.float64)
+
+
+def placed(row: Table, rank: int, ranks: int) -> Table:
+    """What a rank adds to the table of all groups."""
+    table = np.zeros((min(ranks, GROUPS), len(COLUMNS)))
+    table[group_of(rank, ranks)] = row
+    return table
+
+
+def interval(total: Table, *, step: int, steps: int, ranks: int, clock_bound: int) -> Interval:
+    """From nanoseconds added up over steps and ranks to milliseconds per step."""
+    members = np.bincount([group_of(rank, ranks) for rank in range(ranks)]).astype(float)
+    ms = total / (1e6 * steps * members[:, None])
+    ms[:, -1] = members
+    return Interval(step, steps, ranks, clock_bound / 1e3, ms)
+
+
+class Writer:
+    """Adds to the files of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def interval(self, found: Interval) -> None:
+        """Keep an interval."""
+        columns = dict(zip(COLUMNS, found.ms.T.round(4).tolist(), strict=True))
+        self._add("intervals.jsonl", [found._asdict() | {"ms": columns}])
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Keep steps of one rank."""
+        if samples:
+            self._add(f"rank-{samples[0].step.rank:05d}.jsonl", [s.step._asdict() | {"last": s.last} for s in samples])
+
+    def _add(self, name: str, lines: list[dict[str, Any]]) -> None:
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(facts, separators=(",", ":")) + "\n" for facts in lines)
+
+
+class Recorded(NamedTuple):
+    """What is known of a run."""
+
+    intervals: list[Interval]
+    samples: dict[int, list[Sample]]
+
+
+def read(run: Path) -> Recorded:
+    """Everything that was kept of a run."""
+    return Recorded(read_intervals(run), read_samples(run))
+
+
+def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
+    """Whole steps of all ranks, as a run would have kept them."""
+    intervals, samples = [], {}
+    for of_ranks in steps:
+        ranks, number, last = len(of_ranks), of_ranks[0].step, last_arrivals(of_ranks)
+        shares = [placed(row(ledger), place, ranks) for place, ledger in enumerate(ledgers(of_ranks))]
+        intervals.append(interval(np.sum(shares, axis=0), step=number, steps=1, ranks=ranks, clock_bound=clock_bound))
+        samples[number] = [Sample(step, {t.name: last[t.name] for t in step.transfers}) for step in of_ranks]
+    return Recorded(intervals, samples)
+
+
+def read_intervals(run: Path) -> list[Interval]:
+    """All intervals of a run, in order. Steps that a resumed run did again count once, as done last."""
+    path = run / FOLDER / "intervals.jsonl"
+    if not path.exists():
+        raise DataError(
+            "nothing was recorded of the bubbles of this run",
+            where=str(path),
+            remedy="name the folder of a training, such as runs/latest; it is written after the first log interval",
+        )
+    found: dict[int, Interval] = {}
+    for facts in _lines(path):
+        found[facts["step"]] = Interval(**facts | {"ms": np.array([facts["ms"][name] for name in COLUMNS]).T})
+    return [found[step] for step in sorted(found)]
+
+
+def read_samples(run: Path) -> dict[int, list[Sample]]:
+    """Sampled steps with the ranks that wrote them, both in order."""
+    found: dict[int, dict[int, Sample]] = {}
+    for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
+        for facts in _lines(path):
+            last = facts.pop("last")
+            step = _rank_step(facts)
+            found.setdefault(step.step, {})[step.rank] = Sample(step, last)
+    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(found.items())}
+
+
+def _rank_step(facts: dict[str, Any]) -> RankStep:
+    spans = tuple(Span(*span) for span in facts["spans"])
+    transfers = tuple(
+        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits))
+        for kind, name, arrived, done, waits in facts["transfers"]
+    )
+    return RankStep(**facts | {"spans": spans, "transfers": transfers})
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines: a run that was killed may have left half of one at the end."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

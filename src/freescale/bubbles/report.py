@@ -1,0 +1,170 @@
+"""The page about a run's bubbles: what they are, on which ranks, when, and what a step looks like. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from freescale import page
+from freescale.bubbles.events import CAUSES, TRAFFIC
+from freescale.bubbles.ledger import account, segments
+from freescale.bubbles.records import COLUMNS, Interval, Recorded, Sample, group_name
+from freescale.bubbles.summary import Line, Summary, averaged, summarize
+
+COLOURS = {
+    "forward": "#2b7bba",
+    "backward": "#123f74",
+    "optimizer": "#8fc1e3",
+    "straggler": "#d62839",
+    "samples": "#6a3d9a",
+    "ids": "#8c5a2b",
+    "urgent rows": "#f57c00",
+    "deferred rows": "#ffc46b",
+    "row gradients": "#e377c2",
+    "dense gradients": "#2f9e44",
+    "other traffic": "#98a100",
+    "data": "#00a6a6",
+    "host": "#7c8792",
+    "idle": "#d9dee3",
+}
+HEADER = ["cause", "ms per step", "share", "worst rank", "ms there", "hidden ms"]
+_SEEN = 0.001
+_MOST_COLUMNS = 60
+
+
+def rows(lines: Iterable[Line]) -> list[list[str]]:
+    """The table that a person needs: causes that took any time, the longest first."""
+    shown = sorted((line for line in lines if line.ms >= 0.0005 or line.hidden_ms >= 0.0005), key=lambda x: -x.ms)
+    return [
+        [
+            line.cause,
+            f"{line.ms:.2f}",
+            f"{100 * line.share:.1f}%",
+            line.worst,
+            f"{line.worst_ms:.2f}",
+            f"{line.hidden_ms:.2f}" if line.cause in TRAFFIC else "",
+        ]
+        for line in shown
+    ]
+
+
+def advice(lines: Iterable[Line]) -> list[list[str]]:
+    """What to do about each cause that is worth it, the longest first."""
+    return [[line.cause, line.advice] for line in sorted(lines, key=lambda line: -line.ms) if line.advice]
+
+
+def headline(summary: Summary) -> str:
+    """A run in a sentence."""
+    return (
+        f"{summary.ranks:,} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
+        f"{summary.bubble_percent:.1f}% without compute, {summary.straggler_percent:.1f}% waiting for slower ranks, "
+        f"{summary.overlap_percent:.1f}% of traffic hidden; clocks agree within {summary.clock_bound_us:,.0f} us"
+    )
+
+
+def chosen(samples: Mapping[int, Sequence[Sample]]) -> list[int]:
+    """Steps worth a look: the middling one and the slowest, leaving out the first, which warms up."""
+    took = {step: max(s.step.end - s.step.begin for s in of_ranks) for step, of_ranks in samples.items() if step > 1}
+    by_time = sorted(took or samples, key=lambda step: took.get(step, 0))
+    return sorted({by_time[len(by_time) // 2], by_time[-1]}) if by_time else []
+
+
+def report(name: str, recorded: Recorded, steps: Sequence[int]) -> str:
+    """The whole page, with these steps drawn."""
+    intervals, samples = recorded
+    summary = summarize(intervals)
+    seen = {line.cause for line in summary.lines if line.share >= _SEEN}
+    colours = {cause: colour for cause, colour in COLOURS.items() if cause in seen}
+    return page.document(
+        f"Bubbles of {name}",
+        headline(summary),
+        page.section(
+            "Causes",
+            "Every instant of every rank's step has one cause. Traffic counts where it is exposed; what lies behind "
+            "compute is hidden and costs nothing.",
+            page.table(HEADER, rows(summary.lines)),
+            page.table(["cause", "what to do"], advice(summary.lines), words=(0, 1)),
+        ),
+        *_by_rank(intervals, colours),
+        *_over_time(intervals, colours),
+        *_who_waits(intervals),
+        *(_timeline(samples[step], colours) for step in steps),
+        *_against_cost(samples),
+    )
+
+
+def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
+    bars = [
+        page.Bar(group_name(group, intervals[-1].ranks), dict(zip(COLUMNS, values, strict=True)))
+        for group, values in enumerate(averaged(intervals).tolist())
+    ]
+    drawn = page.stacked_bars(bars, colours, rows="rank", axis="ms per step")
+    return [page.section("By rank", "Where a step of each rank goes.", page.legend(colours), drawn)]
+
+
+def _over_time(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
+    bars = []
+    for part in _merged(intervals):
+        means = np.average(averaged(part), axis=0, weights=part[-1].ms[:, -1]).tolist()
+        bars.append(page.Bar(f"{part[-1].step:,}", dict(zip(COLUMNS, means, strict=True))))
+    drawn = page.stacked_bars(bars, colours, rows="up to step", axis="ms per step, mean of all ranks")
+    return [page.section("Over time", "The same, from the first steps to the last.", page.legend(colours), drawn)]
+
+
+def _who_waits(intervals: Sequence[Interval]) -> list[str]:
+    parts = _merged(intervals)
+    names = [group_name(group, intervals[-1].ranks) for group in range(len(intervals[-1].ms))]
+    tables = [averaged(part) for part in parts]
+    shares = [100 * t[:, COLUMNS.index("straggler")] / t[:, : len(CAUSES)].sum(axis=1).clip(1e-9) for t in tables]
+    values = np.array(shares).T.tolist()
+    columns = [f"{part[-1].step:,}" for part in parts]
+    drawn = page.heat_map(names, columns, values, rows="rank", axis="up to step", unit="% of the step")
+    text = "How long each rank waits for slower ones. A pale row among dark ones is the rank that the others wait for."
+    return [page.section("Who waits for whom", text, drawn)]
+
+
+def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
+    first = min(sample.step.begin for sample in of_ranks)
+    lanes = []
+    for sample in of_ranks:
+        pieces = [
+            page.Piece(
+                (piece.begin - first) / 1e6,
+                (piece.end - first) / 1e6,
+                COLOURS[piece.cause],
+                f"rank {sample.step.rank}: {piece.cause} {(piece.end - piece.begin) / 1e6:.2f} ms",
+            )
+            for piece in segments(sample.step, sample.last)
+        ]
+        lanes.append(page.Lane(str(sample.step.rank), pieces))
+    kept = "" if len(of_ranks) < 2 else f" of {len(of_ranks)} ranks"
+    drawn = page.timeline(lanes, rows="rank", axis="ms since the first rank began")
+    text = f"One step{kept}, on one clock. The trace beside this page shows the traffic too."
+    return page.section(f"Step {of_ranks[0].step.step:,}", text, page.legend(colours), drawn)
+
+
+def _against_cost(samples: Mapping[int, Sequence[Sample]]) -> list[str]:
+    """Measured compute of ranks in sampled steps against what the cost model thought of their batches."""
+    measured = [
+        (sample.step.work, sum(account(sample.step, sample.last)[kind] for kind in ("forward", "backward")) / 1e6)
+        for step, of_ranks in samples.items()
+        for sample in of_ranks
+        if sample.step.work and step > 1
+    ]
+    if len(measured) < 3:
+        return []
+    work, ms = np.array(measured).T
+    work = work / work.mean()
+    slope, base = np.polyfit(work, ms, 1) if np.ptp(work) > 0 else (0.0, float(ms.mean()))
+    apart = float(np.abs(ms - (slope * work + base)).mean() / ms.mean())
+    points = page.Series("a rank in a step", work.tolist(), ms.tolist())
+    ends = [float(work.min()), float(work.max())]
+    line = page.Series("best line", ends, [slope * end + base for end in ends])
+    text = f"On average a measured time lies {100 * apart:.1f}% off the line; balancing samples relies on it."
+    drawn = page.scatter(points, line, page.Axis("cost of the batch, of the mean"), page.Axis("forward + backward, ms"))
+    return [page.section("Measured time against the cost model", text, drawn)]
+
+
+def _merged(intervals: Sequence[Interval]) -> list[Sequence[Interval]]:
+    """Neighbours together, so that there are not more than a page can show."""
+    size = -(-len(intervals) // _MOST_COLUMNS)
+    return [intervals[first : first + size] for first in range(0, len(intervals), size)]

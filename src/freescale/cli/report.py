@@ -1,0 +1,105 @@
+"""`freescale report`: where the time of a training went, and what to do about it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from freescale.bubbles import records
+from freescale.bubbles.kineto.traces import read as read_traces
+from freescale.bubbles.records import Recorded
+from freescale.bubbles.report import HEADER, advice, chosen, headline, report, rows
+from freescale.bubbles.summary import Summary, summarize
+from freescale.bubbles.trace import trace_of
+from freescale.cli.options import parse, print_json, print_table
+from freescale.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where the time went: a table here, a page and a trace beside the run. Two runs are compared.
+
+    freescale report runs/latest
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Folder of a training, such as runs/latest; two to compare them."""
+    from_kineto: Path | None = None
+    """Instead: a folder of torch.profiler traces of all ranks, of any trainer."""
+    steps: tuple[int, ...] = ()
+    """Sampled steps to draw; without, a middling one and the slowest."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print everything as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Print where the time went; write the page and the trace."""
+    options = parse(Options, argv, prog)
+    found = _read(options, prog)
+    if len(found) == 2:
+        _compare(found, as_json=options.json)
+        return 0
+    ((folder, recorded),) = found
+    summary = summarize(recorded.intervals)
+    written = _write(folder, recorded, options.steps)
+    if options.json:
+        print_json(_figures(summary) | {name: str(path) for name, path in written.items()})
+        return 0
+    sys.stdout.write(headline(summary) + "\n")
+    print_table(str(folder), HEADER, rows(summary.lines))
+    sys.stdout.write("".join(f"{cause}: {text}\n" for cause, text in advice(summary.lines)))
+    sys.stdout.write("".join(f"{name}: {path}\n" for name, path in written.items()))
+    return 0
+
+
+def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:
+    if options.from_kineto is not None and not options.runs:
+        traces = read_traces(options.from_kineto)
+        return [(options.from_kineto, records.of_steps(traces.steps, traces.clock_bound))]
+    if options.from_kineto is not None or len(options.runs) not in (1, 2):
+        remedy = f"see {prog} --help"
+        raise UsageError("name one run, two runs to compare, or --from-kineto and a folder", remedy=remedy)
+    return [(run, records.read(run)) for run in options.runs]
+
+
+def _write(run: Path, found: Recorded, steps: tuple[int, ...]) -> dict[str, Path]:
+    unknown = [step for step in steps if step not in found.samples]
+    if unknown:
+        raise UsageError(
+            f"step {unknown[0]} was not kept whole",
+            where=str(run),
+            remedy=f"choose from {', '.join(map(str, found.samples))}",
+        )
+    folder = run / records.FOLDER
+    folder.mkdir(exist_ok=True)
+    page, trace = folder / "report.html", folder / "trace.json"
+    drawn = steps or chosen(found.samples)
+    page.write_text(report(str(run), found, drawn), encoding="utf-8")
+    trace.write_text(json.dumps(trace_of(found.samples)), encoding="utf-8")
+    return {"page": page, "trace": trace}
+
+
+def _figures(summary: Summary) -> dict[str, Any]:
+    causes = {line.cause: {n: v for n, v in line._asdict().items() if n != "cause"} for line in summary.lines}
+    return summary._asdict() | {"bubble_percent": summary.bubble_percent, "lines": causes}
+
+
+def _compare(found: Sequence[tuple[Path, Recorded]], *, as_json: bool) -> None:
+    """Two runs side by side, cause by cause."""
+    (one, first), (two, second) = ((str(folder), summarize(recorded.intervals)) for folder, recorded in found)
+    if as_json:
+        print_json({one: _figures(first), two: _figures(second)})
+        return
+    pairs = [("step", first.step_ms, second.step_ms)]
+    pairs += [(a.cause, a.ms, b.ms) for a, b in zip(first.lines, second.lines, strict=True)]
+    shown = [
+        [cause, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", f"{b / a:.2f}x" if a else ""]
+        for cause, a, b in pairs
+        if max(a, b) >= 0.005
+    ]
+    sys.stdout.write(f"{one}: {headline(first)}\n{two}: {headline(second)}\n")
+    print_table("ms per step", ["cause", one, two, "difference", "ratio"], shown)

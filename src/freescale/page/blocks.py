@@ -1,0 +1,150 @@
+"""Coloured blocks: stacked bars, timelines, heat maps. Colours are the caller's, so that one thing has one everywhere.
+
+Rows get thinner as they become more, and are named only as densely as names fit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from freescale.page.axes import number, ticks
+from freescale.page.document import escape
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 92, 20, 6, 44
+_HEIGHT, _TEXT = 420, 14
+_PALE, _DEEP = (247, 247, 247), (178, 24, 43)
+_SHADES = 24
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A coloured stretch of a row."""
+
+    begin: float
+    end: float
+    colour: str
+    says: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of values that add up, by what they are."""
+
+    name: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of pieces."""
+
+    name: str
+    pieces: Sequence[Piece]
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """What the colours mean."""
+    parts = [f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items()]
+    return f'<p class="legend">{"".join(parts)}</p>'
+
+
+def stacked_bars(bars: Sequence[Bar], colours: Mapping[str, str], *, rows: str, axis: str) -> str:
+    """A row per bar, its values one after another."""
+    lanes = []
+    for bar in bars:
+        begin, pieces = 0.0, []
+        for name, colour in colours.items():
+            value = bar.values.get(name, 0.0)
+            pieces.append(Piece(begin, begin + value, colour, f"{bar.name}: {name} {value:.2f}"))
+            begin += value
+        lanes.append(Lane(bar.name, pieces))
+    return timeline(lanes, rows=rows, axis=axis)
+
+
+def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
+    """A row per lane, its pieces where they are in time."""
+    frame = _Rows([lane.name for lane in lanes], max((p.end for lane in lanes for p in lane.pieces), default=1.0))
+    marks = [
+        frame.block(row, piece.begin, piece.end, piece.colour, piece.says)
+        for row, lane in enumerate(lanes)
+        for piece in lane.pieces
+        if piece.end > piece.begin
+    ]
+    scale = [frame.tick(at) for at in ticks(0.0, frame.most, log=False)]
+    return frame.draw([*scale, *marks], rows=rows, axis=axis)
+
+
+def heat_map(
+    names: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], *, rows: str, axis: str, unit: str
+) -> str:
+    """A cell per row and column, darker where the value is larger. Equal neighbours in a row are drawn as one."""
+    frame = _Rows(names, float(len(columns)))
+    most = max((value for row in values for value in row), default=0.0) or 1.0
+    marks = []
+    for row, of_row in enumerate(values):
+        shades = [round(_SHADES * value / most) for value in of_row]
+        begin = 0
+        for end in range(1, len(shades) + 1):
+            if end == len(shades) or shades[end] != shades[begin]:
+                which = columns[begin] if end - begin == 1 else f"{columns[begin]} to {columns[end - 1]}"
+                says = f"{rows} {names[row]}, {which}: {of_row[begin]:.2f} {unit}"
+                marks.append(frame.block(row, begin, end, _shade(shades[begin] / _SHADES), says))
+                begin = end
+    every = max(1, -(-len(columns) // 10))
+    marks += [frame.column(place + 0.5, columns[place]) for place in range(0, len(columns), every)]
+    scale = {f"{most * part:.3g} {unit}": _shade(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)}
+    return legend(scale) + frame.draw(marks, rows=rows, axis=axis)
+
+
+class _Rows:
+    """Rows under each other, with their names at the left and a scale below."""
+
+    def __init__(self, names: Sequence[str], most: float) -> None:
+        self._names, self.most = names, most or 1.0
+        self._height = min(22.0, max(3.0, _HEIGHT / max(1, len(names))))
+        self._floor = _TOP + self._height * len(names)
+
+    def block(self, row: int, begin: float, end: float, colour: str, says: str) -> str:
+        gap = 2.0 if self._height > 8 else 0.0
+        left, right = self._px(begin), self._px(end)
+        return (
+            f'<rect x="{left:.2f}" y="{_TOP + row * self._height:.1f}" width="{right - left:.2f}" '
+            f'height="{self._height - gap:.1f}" fill="{colour}"><title>{escape(says)}</title></rect>'
+        )
+
+    def tick(self, at: float) -> str:
+        px = self._px(at)
+        return f'<line class="grid" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{self._floor:.1f}"/>' + self._below(
+            px, number(at)
+        )
+
+    def column(self, at: float, name: str) -> str:
+        return self._below(self._px(at), name)
+
+    def draw(self, marks: Sequence[str], *, rows: str, axis: str) -> str:
+        every = max(1, -(-_TEXT // int(self._height)))
+        places = [(_TOP + (row + 0.5) * self._height + 4, name) for row, name in enumerate(self._names)]
+        named = [
+            f'<text x="{_LEFT - 8}" y="{top:.1f}" text-anchor="end">{escape(name)}</text>'
+            for top, name in places[::every]
+        ]
+        middle, bottom = (_LEFT + _WIDTH - _RIGHT) / 2, self._floor + _BOTTOM
+        side = (
+            f'<text transform="translate(16 {max(_TOP + self._floor, 60) / 2:.1f}) rotate(-90)" '
+            f'text-anchor="middle">{escape(rows)}</text>'
+        )
+        below = f'<text x="{middle}" y="{bottom - 6:.1f}" text-anchor="middle">{escape(axis)}</text>'
+        return (
+            f'<svg viewBox="0 0 {_WIDTH} {bottom:.0f}" width="{_WIDTH}" role="img">'
+            + "".join([*marks, *named, side, below])
+            + "</svg>"
+        )
+
+    def _px(self, value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.most
+
+    def _below(self, px: float, text: str) -> str:
+        return f'<text x="{px:.1f}" y="{self._floor + 16:.1f}" text-anchor="middle">{escape(text)}</text>'
+
+
+def _shade(part: float) -> str:
+    return "#" + "".join(f"{round(low + (high - low) * part):02x}" for low, high in zip(_PALE, _DEEP, strict=True))

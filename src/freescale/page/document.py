@@ -1,0 +1,52 @@
+"""The frame of a page: headings, explanations, tables."""
+
+import html
+from collections.abc import Sequence
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2530; background: #fff; }
+body { max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+p.lead { color: #4a5563; margin-top: 0; }
+table { border-collapse: collapse; margin-bottom: 1.2rem; }
+th, td { padding: 0.25rem 0.9rem 0.25rem 0; text-align: right; }
+th { border-bottom: 1px solid #9aa5b1; font-weight: 600; vertical-align: bottom; } .words { text-align: left; }
+svg { max-width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: #1d2530; }
+p.legend span { margin-right: 1.1rem; white-space: nowrap; font-size: 13px; }
+p.legend i { display: inline-block; width: 12px; height: 12px; margin-right: 0.4rem; border: 1px solid #c3cad2; }
+.grid { stroke: #e3e7eb; } .axis { stroke: #6b7785; }
+"""
+
+
+def document(title: str, lead: str, *parts: str) -> str:
+    """Wrap finished parts into a page."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1><p class='lead'>{escape(lead)}</p>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def section(heading: str, explanation: str, *parts: str) -> str:
+    """A headed part of a page."""
+    return f"<h2>{escape(heading)}</h2><p>{escape(explanation)}</p>" + "".join(parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)) -> str:
+    """A plain table. `words`: columns of text; the others are numbers and stand at the right."""
+    kinds = ["words" if column in words else "number" for column in range(len(header))]
+    head = "".join(f'<th class="{kind}">{escape(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def escape(value: str) -> str:
+    """Make text from outside harmless."""
+    return html.escape(str(value))

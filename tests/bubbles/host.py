@@ -1,0 +1,41 @@
+"""One rank on a host of its own: run by `test_clock` as a process, in whatever time namespace that was given."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from freescale.bubbles.book import Bubbles
+from freescale.bubbles.clock import Alignment
+
+SLEEP = 0.02
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    offset = Alignment(group).measure()
+    bubbles = Bubbles(folder, steps=20, every=10)
+    for _ in bubbles.each("data", range(20)):
+        with bubbles.during("host"):
+            time.sleep(SLEEP if rank == 1 else 0.0)
+        with bubbles.during("dense gradients"):
+            flight = bubbles.recorder.arrive("sum")
+            flight.waits()
+            dist.all_reduce(torch.zeros(8))
+            flight.landed()
+        bubbles.end_step()
+    bubbles.close()
+    (folder / f"{rank}.json").write_text(json.dumps([offset.add, offset.bound]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,140 @@
+"""Promise: what a run keeps of its bubbles is bounded, adds up, survives a kill, and says what it does not know."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from freescale.bubbles import records
+from freescale.bubbles.book import Bubbles, watched
+from freescale.bubbles.events import CAUSES
+from freescale.bubbles.ledger import account
+from freescale.bubbles.recorder import Recorder
+from freescale.errors import DataError
+from tests.ranks import Ranks, World
+
+STEPS = 100
+
+
+def foreign(world: World, folder: str, steps: int) -> float:
+    """A trainer that is not ours: a DDP model in a plain loop; gives the seconds that it took."""
+    torch.manual_seed(0)
+    bubbles = Bubbles(Path(folder), steps=steps)
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    model.register_comm_hook(None, watched(allreduce_hook, bubbles.recorder))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.monotonic()
+    bubbles.restart()
+    for batch in bubbles.each("data", torch.randn(steps, 8, 64)):
+        with bubbles.during("forward"):
+            loss = model(batch).square().mean()
+        with bubbles.during("backward"):
+            loss.backward()
+        with bubbles.during("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        bubbles.end_step(work=float(world.rank))
+    took = time.monotonic() - began
+    bubbles.close()
+    return took
+
+
+@pytest.fixture(scope="module")
+def run(groups: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    folder = tmp_path_factory.mktemp("foreign")
+    return folder, max(groups[2].run(foreign, str(folder), STEPS))
+
+
+def test_intervals_add_up_to_the_time_that_the_loop_took(run: tuple[Path, float]) -> None:
+    folder, took = run
+    intervals = records.read_intervals(folder)
+    assert [interval.step for interval in intervals] == list(range(10, STEPS + 1, 10))
+    assert [interval.steps for interval in intervals] == [9, *[10] * 9]  # the first step warms up
+    total = sum(i.steps * i.ms[:, : len(CAUSES)].sum(axis=1) for i in intervals) / 1e3
+    assert np.allclose(total, took, rtol=0.1, atol=0.02)
+    for cause in ("forward", "backward", "optimizer", "dense gradients"):
+        assert all((interval.of(cause) > 0).all() for interval in intervals), cause
+
+
+def test_no_more_steps_are_kept_whole_than_said_and_they_agree_with_the_sums(run: tuple[Path, float]) -> None:
+    samples = records.read_samples(run[0])
+    assert 0 < len(samples) <= records.SAMPLED_STEPS
+    for of_ranks in samples.values():
+        assert [sample.step.rank for sample in of_ranks] == [0, 1]
+        assert [sample.step.work for sample in of_ranks] == [0.0, 1.0]
+        for sample in of_ranks:
+            assert account(sample.step, sample.last).wall == sample.step.end - sample.step.begin
+
+
+def different(world: World, folder: str) -> None:
+    """Ranks that do not come to the same collectives."""
+    bubbles = Bubbles(Path(folder), steps=4, every=1)
+    for _ in range(4):
+        flight = bubbles.recorder.arrive(f"only on {world.rank}")
+        flight.landed()
+        bubbles.end_step()
+    bubbles.close()
+
+
+def test_ranks_that_come_to_different_collectives_are_accounted_without_guessing(
+    groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    groups[2].run(different, str(tmp_path))
+    assert all((interval.of("straggler") == 0).all() for interval in records.read_intervals(tmp_path))
+
+
+def test_half_a_line_at_the_end_of_a_killed_run_is_left_out(run: tuple[Path, float], tmp_path: Path) -> None:
+    whole = (run[0] / "bubbles" / "intervals.jsonl").read_bytes()
+    (tmp_path / "bubbles").mkdir()
+    (tmp_path / "bubbles" / "intervals.jsonl").write_bytes(whole[: len(whole) - 40])
+    assert len(records.read_intervals(tmp_path)) == len(records.read_intervals(run[0])) - 1
+
+
+def test_steps_that_a_resumed_run_did_again_count_once(run: tuple[Path, float], tmp_path: Path) -> None:
+    lines = (run[0] / "bubbles" / "intervals.jsonl").read_text().splitlines(keepends=True)
+    again = json.loads(lines[-1])
+    again["ms"]["host"] = [77.0, 77.0]
+    (tmp_path / "bubbles").mkdir()
+    (tmp_path / "bubbles" / "intervals.jsonl").write_text("".join([*lines, json.dumps(again) + "\n"]))
+    assert records.read_intervals(tmp_path)[-1].of("host").tolist() == [77.0, 77.0]
+    assert len(records.read_intervals(tmp_path)) == len(lines)
+
+
+def test_a_folder_without_records_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="runs/latest"):
+        records.read_intervals(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 255, 256, 257, 1000, 16_384])
+def test_every_rank_is_in_the_group_that_is_named_after_it(ranks: int) -> None:
+    groups = min(ranks, records.GROUPS)
+    for rank in range(ranks):
+        name = records.group_name(records.group_of(rank, ranks), ranks)
+        first, last = (int(name), int(name)) if "-" not in name else map(int, name.split("-"))
+        assert first <= rank <= last
+    assert len({records.group_name(group, ranks) for group in range(groups)}) == groups
+
+
+def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once() -> None:
+    recorder = Recorder(0)
+    flight = recorder.arrive("rows", "deferred rows")
+    first = recorder.cut(1)
+    flight.waits()
+    flight.landed()
+    second = recorder.cut(2)
+    one, two = recorder.read(first), recorder.read(second)
+    assert [t.name for t in one.transfers] == [t.name for t in two.transfers]
+    assert one.transfers[0].done > one.end
+    assert account(two, {t.name: t.arrived for t in two.transfers})["deferred rows"] > 0
+
+
+def test_names_of_one_step_are_told_apart() -> None:
+    recorder = Recorder(0)
+    flights = [recorder.arrive("ids") for _ in range(3)]
+    assert len({flight.name for flight in flights}) == 3

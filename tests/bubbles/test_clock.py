@@ -1,0 +1,117 @@
+"""Promise: ranks on hosts whose clocks show different times are compared on one clock, as exactly as is said."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freescale.bubbles.clock import DeviceClock
+from freescale.bubbles.ledger import account
+from freescale.bubbles.recorder import Recorder
+from freescale.bubbles.records import read_intervals, read_samples
+from tests.bubbles.host import SLEEP
+
+AHEAD = (0, 1000, 5, 0)
+"""Seconds by which each rank's clock is ahead; ranks 0 and 3 share one."""
+SECOND = 1_000_000_000
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four ranks on three clocks."""
+    folder = tmp_path_factory.mktemp("apart")
+    running = []
+    for rank, ahead in enumerate(AHEAD):
+        space = ["unshare", "--time", "--monotonic", str(ahead), "--fork", "--kill-child"] if ahead else []
+        command = [*space, sys.executable, "-m", "tests.bubbles.host", str(rank), str(len(AHEAD)), str(folder)]
+        running.append(subprocess.Popen(command, cwd=Path(__file__).parents[2]))
+    try:
+        assert [process.wait(120) for process in running] == [0] * len(AHEAD)
+    finally:
+        for process in running:
+            process.kill()
+    return folder
+
+
+@pytest.mark.parametrize("rank", range(len(AHEAD)))
+def test_the_offset_of_a_clock_is_found_within_the_stated_bound(apart: Path, rank: int) -> None:
+    add, bound = json.loads((apart / f"{rank}.json").read_text())
+    assert abs(add + AHEAD[rank] * SECOND) <= bound
+    assert bound < 0.005 * SECOND
+
+
+def test_who_shares_a_clock_with_rank_0_needs_no_bound(apart: Path) -> None:
+    assert json.loads((apart / "3.json").read_text()) == [0, 0]
+
+
+def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
+    for step, of_ranks in read_samples(apart).items():
+        if step < 3:
+            continue
+        waited = [account(sample.step, sample.last)["straggler"] / SECOND for sample in of_ranks]
+        assert waited[1] < 0.005
+        assert all(abs(waited[rank] - SLEEP) < 0.01 for rank in (0, 2, 3))
+    assert all(0 < interval.clock_bound_us < 5000 for interval in read_intervals(apart))
+
+
+class Queue:
+    """A device that works off its queue when told to, with the rules of CUDA events."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.host_ahead_ms = 5000.0, 0.0
+
+    def event(self) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._at: float | None = None
+
+    def record(self) -> None:
+        self._at = self._queue.now_ms + self._queue.host_ahead_ms
+
+    def synchronize(self) -> None:
+        assert self._at is not None, "an event that was not recorded cannot be waited for"
+        self._queue.now_ms = max(self._queue.now_ms, self._at)
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self._at is not None
+        assert other._at is not None
+        if max(self._at, other._at) > self._queue.now_ms:
+            raise RuntimeError("device not ready: both events must have passed")
+        return other._at - self._at
+
+
+def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passed() -> None:
+    queue = Queue()
+    recorder = Recorder(0, DeviceClock(queue.event))
+    queue.host_ahead_ms = 0.0
+    with recorder.during("forward"):
+        queue.host_ahead_ms += 30  # the host only queues 30 ms of work
+    flight = recorder.arrive("sum", "dense gradients")
+    flight.waits()
+    queue.host_ahead_ms += 5
+    flight.landed()
+    marks = recorder.cut(1)
+    with pytest.raises(RuntimeError, match="device not ready"):
+        recorder.read(marks)
+    queue.now_ms += 5000
+    step = recorder.read(marks)
+    assert step.end - step.begin == 35_000_000
+    ledger = account(step, {t.name: t.arrived for t in step.transfers})
+    assert (ledger["forward"], ledger["dense gradients"]) == (30_000_000, 5_000_000)
+
+
+def test_a_device_that_runs_for_long_keeps_its_times_exact() -> None:
+    queue = Queue()
+    clock = DeviceClock(queue.event)
+    first, before = clock.mark(), queue.now_ms
+    start = clock.read(first)
+    for _ in range(100):
+        queue.now_ms += 1700.0
+        found = clock.read(clock.mark())
+    assert found - start == round((queue.now_ms - before) * 1e6)
