@@ -69,3 +69,12 @@ def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
     (result,) = json.loads(out.read_text())["results"]
     assert [entry["step"] for entry in result["curve"]] == [2, 4]
     assert 0 <= result["reached"]["hr@10"] <= 1
+
+
+def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
+    out = tmp_path / "recorder.json"
+    command = [sys.executable, BENCHMARKS / "recorder.py", "--steps", "60", "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["transfers_per_step"] >= 6
+    assert 0 < result["percent_of_50_ms"] < 3  # with every second step written down whole, and on a busy machine

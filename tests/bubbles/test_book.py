@@ -23,14 +23,13 @@ STEPS = 100
 
 
 def foreign(world: World, folder: str, steps: int) -> float:
-    """A trainer that is not ours: a DDP model in a plain loop; gives the seconds that it took."""
+    """A trainer that is not ours: a DDP model in a plain loop; gives the seconds of all steps but the first."""
     torch.manual_seed(0)
     bubbles = Bubbles(Path(folder), steps=steps)
     model = DistributedDataParallel(nn.Linear(64, 64))
     model.register_comm_hook(None, watched(allreduce_hook, bubbles.recorder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    began = time.monotonic()
-    bubbles.restart()
+    ends = []
     for batch in bubbles.each("data", torch.randn(steps, 8, 64)):
         with bubbles.during("forward"):
             loss = model(batch).square().mean()
@@ -40,9 +39,9 @@ def foreign(world: World, folder: str, steps: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
         bubbles.end_step(work=float(world.rank))
-    took = time.monotonic() - began
+        ends.append(time.monotonic())
     bubbles.close()
-    return took
+    return ends[-1] - ends[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def test_intervals_add_up_to_the_time_that_the_loop_took(run: tuple[Path, float]
     assert [interval.step for interval in intervals] == list(range(10, STEPS + 1, 10))
     assert [interval.steps for interval in intervals] == [9, *[10] * 9]  # the first step warms up
     total = sum(i.steps * i.ms[:, : len(CAUSES)].sum(axis=1) for i in intervals) / 1e3
-    assert np.allclose(total, took, rtol=0.1, atol=0.02)
+    assert np.allclose(total, took, rtol=0.05, atol=0.01)
     for cause in ("forward", "backward", "optimizer", "dense gradients"):
         assert all((interval.of(cause) > 0).all() for interval in intervals), cause
 
@@ -131,7 +130,7 @@ def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once
     one, two = recorder.read(first), recorder.read(second)
     assert [t.name for t in one.transfers] == [t.name for t in two.transfers]
     assert one.transfers[0].done > one.end
-    assert account(two, {t.name: t.arrived for t in two.transfers})["deferred rows"] > 0
+    assert account(two, {t.name: t.arrived for t in two.transfers}).of("deferred rows") > 0
 
 
 def test_names_of_one_step_are_told_apart() -> None:

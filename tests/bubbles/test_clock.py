@@ -50,7 +50,7 @@ def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
     for step, of_ranks in read_samples(apart).items():
         if step < 3:
             continue
-        waited = [account(sample.step, sample.last)["straggler"] / SECOND for sample in of_ranks]
+        waited = [account(sample.step, sample.last).of("straggler") / SECOND for sample in of_ranks]
         assert waited[1] < 0.005
         assert all(abs(waited[rank] - SLEEP) < 0.01 for rank in (0, 2, 3))
     assert all(0 < interval.clock_bound_us < 5000 for interval in read_intervals(apart))
@@ -103,7 +103,7 @@ def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passe
     step = recorder.read(marks)
     assert step.end - step.begin == 35_000_000
     ledger = account(step, {t.name: t.arrived for t in step.transfers})
-    assert (ledger["forward"], ledger["dense gradients"]) == (30_000_000, 5_000_000)
+    assert (ledger.of("forward"), ledger.of("dense gradients")) == (30_000_000, 5_000_000)
 
 
 def test_a_device_that_runs_for_long_keeps_its_times_exact() -> None:

@@ -1,6 +1,5 @@
 """Promise: every instant of a step has exactly one cause, and a cause is what it says."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,9 +39,9 @@ STEPS = st.integers(1, 4).flatmap(lambda count: st.tuples(*(rank_steps(rank) for
 @given(ranks=STEPS)
 def test_the_causes_of_any_step_add_up_to_its_wall_time_and_none_is_negative(ranks: tuple[RankStep, ...]) -> None:
     for step, ledger in zip(ranks, ledgers(ranks), strict=True):
-        assert ledger.causes.sum() == step.end - step.begin
-        assert (ledger.causes >= 0).all()
-        assert (ledger.hidden >= 0).all()
+        assert sum(ledger.causes) == step.end - step.begin
+        assert min(ledger.causes) >= 0
+        assert min(ledger.hidden) >= 0
 
 
 @settings(max_examples=200)
@@ -50,8 +49,8 @@ def test_the_causes_of_any_step_add_up_to_its_wall_time_and_none_is_negative(ran
 def test_the_ledger_does_not_depend_on_what_the_clocks_show(ranks: tuple[RankStep, ...], all_by: int) -> None:
     shifted = ledgers([step.shifted(all_by) for step in ranks])
     for before, after in zip(ledgers(ranks), shifted, strict=True):
-        assert np.array_equal(before.causes, after.causes)
-        assert np.array_equal(before.hidden, after.hidden)
+        assert before.causes == after.causes
+        assert before.hidden == after.hidden
 
 
 @settings(max_examples=200)
@@ -60,10 +59,10 @@ def test_clocks_that_err_within_their_bound_move_time_only_between_straggler_and
     ranks: tuple[RankStep, ...], apart: list[int]
 ) -> None:
     shifted = ledgers([step.shifted(by) for step, by in zip(ranks, apart, strict=False)])
-    shared = [i for i, cause in enumerate(CAUSES) if cause not in ("straggler", *TRAFFIC)]
+    shared = [cause for cause in CAUSES if cause not in ("straggler", *TRAFFIC)]
     for step, before, after in zip(ranks, ledgers(ranks), shifted, strict=True):
-        assert np.array_equal(before.causes[shared], after.causes[shared])
-        assert abs(before["straggler"] - after["straggler"]) <= 10 * 3 * max(1, len(step.transfers))
+        assert [before.of(cause) for cause in shared] == [after.of(cause) for cause in shared]
+        assert abs(before.of("straggler") - after.of("straggler")) <= 10 * 3 * max(1, len(step.transfers))
 
 
 def one(rank: int, *, arrived: int, done: int, forward: int = 10) -> RankStep:
@@ -74,7 +73,7 @@ def one(rank: int, *, arrived: int, done: int, forward: int = 10) -> RankStep:
 
 
 def ms(ledger: Ledger) -> dict[str, float]:
-    return {cause: ledger[cause] / MS for cause in CAUSES if ledger[cause]}
+    return {cause: ledger.of(cause) / MS for cause in CAUSES if ledger.of(cause)}
 
 
 def test_a_wait_is_split_where_the_last_rank_arrives() -> None:

@@ -75,7 +75,7 @@ def causes_of(folder: Path, *, odd: bool) -> dict[str, list[float]]:
     """Median milliseconds of every cause on every rank, over steps of which every second has something planted."""
     samples = {step: of_ranks for step, of_ranks in read_samples(folder).items() if step > 3}
     steps = [
-        [account(sample.step, sample.last).causes / 1e6 for sample in of_ranks]
+        [np.array(account(sample.step, sample.last).causes) / 1e6 for sample in of_ranks]
         for step, of_ranks in samples.items()
         if (step - 1) % 2 == odd  # the batch of step 1 is batch 0
     ]

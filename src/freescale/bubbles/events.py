@@ -5,11 +5,6 @@ Whole numbers, so that the parts of a step add up to it exactly. Tuples, because
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
-
 COMPUTE = ("forward", "backward", "optimizer")
 TRAFFIC = ("samples", "ids", "urgent rows", "deferred rows", "row gradients", "dense gradients", "other traffic")
 CAUSES = (*COMPUTE, "straggler", *TRAFFIC, "data", "host", "idle")

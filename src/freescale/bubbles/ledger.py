@@ -6,12 +6,9 @@ data; host work; else idle. Traffic behind compute costs nothing and is counted 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, Ints, RankStep
+from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, RankStep
 
 # Who may claim an instant, the strongest first: a claim is a bit, and the lowest bit that is set wins.
 _CLAIMS = (*COMPUTE, "straggler", *TRAFFIC, "straggler", *TRAFFIC, "data", "host", "idle")
@@ -24,15 +21,14 @@ _SENT = {kind: place for place, kind in enumerate(TRAFFIC)}
 _COMPUTE_MASK = (1 << len(COMPUTE)) - 1
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(NamedTuple):
     """Nanoseconds of one rank's step by cause, and of traffic that was hidden behind compute."""
 
     rank: int
     step: int
-    causes: Ints
+    causes: tuple[int, ...]
     """In the order of CAUSES; they add up to the step."""
-    hidden: Ints
+    hidden: tuple[int, ...]
     """In the order of TRAFFIC; over and above the step."""
     in_flight: int
     """How long any traffic was under way, hidden or not."""
@@ -40,10 +36,11 @@ class Ledger:
     @property
     def wall(self) -> int:
         """How long the step took."""
-        return int(self.causes.sum())
+        return sum(self.causes)
 
-    def __getitem__(self, cause: str) -> int:
-        return int(self.causes[CAUSES.index(cause)])
+    def of(self, cause: str) -> int:
+        """What one cause took."""
+        return self.causes[CAUSES.index(cause)]
 
 
 def last_arrivals(ranks: Iterable[RankStep]) -> dict[str, int]:
@@ -75,7 +72,7 @@ def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
             in_flight += end - begin
             if computing:
                 hidden[_lowest(flying)] += end - begin
-    return Ledger(step.rank, step.step, np.array([*causes.values()]), np.array(hidden), in_flight)
+    return Ledger(step.rank, step.step, (*causes.values(),), (*hidden,), in_flight)
 
 
 def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:

@@ -145,7 +145,7 @@ def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
 def _against_cost(samples: Mapping[int, Sequence[Sample]]) -> list[str]:
     """Measured compute of ranks in sampled steps against what the cost model thought of their batches."""
     measured = [
-        (sample.step.work, sum(account(sample.step, sample.last)[kind] for kind in ("forward", "backward")) / 1e6)
+        (sample.step.work, sum(account(sample.step, sample.last).of(kind) for kind in ("forward", "backward")) / 1e6)
         for step, of_ranks in samples.items()
         for sample in of_ranks
         if sample.step.work and step > 1
