@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles import records
-from freescale.bubbles.book import Bubbles, watched
+from freescale.bubbles.book import Bubbles
+from freescale.bubbles.ddp import watched
 from freescale.bubbles.events import CAUSES
 from freescale.bubbles.ledger import account
 from freescale.bubbles.recorder import Recorder

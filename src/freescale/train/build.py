@@ -74,7 +74,9 @@ def build(
     _require_columns(config, loader)
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows))
     steps = _steps(config, loader)
-    bubbles = Bubbles(folder, steps=steps, every=config.train.log_every, device=world.device)
+    bubbles = Bubbles(
+        folder, steps=steps, every=config.train.log_every, device=world.device, deadline=config.train.deadline
+    )
     world.transport.watcher = bubbles.recorder.arrive
     parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())

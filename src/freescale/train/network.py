@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from freescale.bubbles.book import watched
+from freescale.bubbles.ddp import watched
 from freescale.bubbles.recorder import Recorder
 from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables

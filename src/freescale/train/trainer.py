@@ -101,7 +101,8 @@ class Trainer:
             for batch in bubbles.each("data", self.parts.loader):
                 flight = self.parts.step.run(batch, self._rates(), stop=self._asked_at > 0)
                 self.done += 1
-                bubbles.end_step(self._work(batch))
+                with self.parts.world.transport.named("bubbles"):
+                    bubbles.end_step(self._work(batch))
                 stopped = flight.stop
                 with bubbles.during("host"):
                     self._tell_if_due(flight)

@@ -1,0 +1,35 @@
+"""Sees the gradients that DistributedDataParallel adds up by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.bubbles.recorder import Flight, Recorder
+
+
+def watched(hook: Callable[[Any, dist.GradBucket], Any], recorder: Recorder) -> Callable[..., Any]:
+    """A communication hook that does what another one does, and has its traffic recorded.
+
+    When the last bucket is on its way, the backward pass can do nothing but wait.
+    """
+    waiting: list[Flight] = []
+
+    def watching(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        flight = recorder.arrive(f"bucket {bucket.index()}", "dense gradients")
+        waiting.append(flight)
+
+        def landed(done: torch.futures.Future[Tensor]) -> Tensor:
+            flight.landed()
+            return done.value()
+
+        future = hook(state, bucket).then(landed)
+        if bucket.is_last():
+            for one in waiting:
+                one.waits()
+            waiting.clear()
+        return future
+
+    return watching
