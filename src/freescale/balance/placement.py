@@ -1,0 +1,81 @@
+"""Where samples go, and how good that is. Pure: numpy and nothing else."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Samples that have a home, and ranks that compute them."""
+
+    costs: Floats
+    homes: Ints
+    """The rank that each sample is on."""
+    ranks: int
+    tokens: Ints
+    """What moving a sample moves."""
+    speeds: Floats
+    """Of each rank: cost per time."""
+    hosts: Ints
+    """Of each rank."""
+    max_tokens: int | None = None
+    """Most that a rank can hold."""
+    equal_counts: bool = False
+    """Whether all ranks must hold the same number of samples, give or take one."""
+
+    @property
+    def even(self) -> float:
+        """Time of a step if work could be cut at will."""
+        return float(self.costs.sum() / self.speeds.sum())
+
+    def least(self) -> float:
+        """Time that no placement can beat: one sample is on one rank, which may have to hold others beside it."""
+        if not len(self.costs):
+            return 0.0
+        beside = 0.0
+        if self.equal_counts:
+            company = len(self.costs) // self.ranks - 1
+            beside = float(np.partition(self.costs, company)[:company].sum()) if company > 0 else 0.0
+        return max(self.even, (float(self.costs.max()) + beside) / float(self.speeds.max()))
+
+    def times(self, rank: Ints) -> Floats:
+        """How long each rank computes, if samples are placed so."""
+        return np.bincount(rank, weights=self.costs, minlength=self.ranks) / self.speeds
+
+    def held(self, rank: Ints) -> Floats:
+        """Tokens of each rank, if samples are placed so."""
+        return np.bincount(rank, weights=self.tokens, minlength=self.ranks).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank computes each sample."""
+
+    rank: Ints
+    max_over_mean: float
+    """Time of a step over what it would be if work could be cut at will."""
+    lower_bound: float
+    """The same for the best placement that could be hoped for."""
+    moved_samples: float
+    """Share of the samples that leave their home."""
+    moved_tokens: float
+    """Share of the tokens that do."""
+
+
+def measured(problem: Problem, rank: Ints) -> Placement:
+    """Say how good a placement is."""
+    even = max(problem.even, 1e-300)
+    moved = rank != problem.homes
+    longest = float(problem.times(rank).max(initial=0.0))
+    return Placement(
+        rank=rank,
+        max_over_mean=longest / even if len(rank) else 1.0,
+        lower_bound=problem.least() / even if len(rank) else 1.0,
+        moved_samples=float(moved.mean()) if len(rank) else 0.0,
+        moved_tokens=float(problem.tokens[moved].sum() / max(1, problem.tokens.sum())),
+    )

@@ -1,0 +1,152 @@
+"""Balance by moving only the excess: ranks with too much work give some of it to ranks with room. Pure.
+
+A rank that is above the target gives its largest samples that fit into the excess: a long sample carries more work per
+token than a short one, so few tokens move. What was given goes, largest first, to where there is most room. That may
+overfill a rank by a little; then it gives again, smaller samples this time, until nobody is above the target.
+"""
+
+import heapq
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from freescale.balance.placement import Problem
+
+T = TypeVar("T")
+Given = tuple[float, int]
+"""A sample on its way: its cost and its number."""
+_COVER = 1.05  # a sample this much larger than the excess is better than several that fit it exactly
+_ROUNDS = 12
+_BREATHE_EVERY = 64
+
+
+def shed(problem: Problem, tolerance: float) -> "Shelves":
+    """Place samples so that no rank takes longer than the least possible time and a little."""
+    shelves = Shelves(problem, problem.least() * (1.0 + tolerance))
+    for _ in range(_ROUNDS):
+        given = [sample for rank in breathing(shelves.overfull()) for sample in shelves.give_excess(rank)]
+        if not given:
+            break
+        _hand_out(shelves, sorted(given, reverse=True))
+    return shelves
+
+
+class Shelves:
+    """What each rank holds, in order of cost; looked at only where something changes."""
+
+    def __init__(self, problem: Problem, target: float) -> None:
+        self.problem, self.rank = problem, problem.homes.copy()
+        self.room = (target * problem.speeds - problem.times(self.rank) * problem.speeds).tolist()
+        """Work that each rank can still take."""
+        cap = problem.max_tokens
+        self.space = None if cap is None else (cap - problem.held(self.rank)).tolist()
+        """Tokens that each rank can still hold, where that is limited."""
+        by_cost = np.argsort(problem.costs, kind="stable")
+        narrow = problem.homes[by_cost].astype(np.min_scalar_type(problem.ranks))  # small numbers are sorted faster
+        self._order = by_cost[np.argsort(narrow, kind="stable")]
+        self._ends = [0, *np.cumsum(np.bincount(problem.homes, minlength=problem.ranks)).tolist()]
+        self._held: dict[int, tuple[list[float], list[int]]] = {}
+
+    def held(self, rank: int) -> tuple[list[float], list[int]]:
+        """Costs of a rank's samples in ascending order, and the samples."""
+        if rank not in self._held:
+            samples = self._order[self._ends[rank] : self._ends[rank + 1]]
+            self._held[rank] = self.problem.costs[samples].tolist(), samples.tolist()
+        return self._held[rank]
+
+    def overfull(self) -> list[int]:
+        """Ranks that hold too much."""
+        full = [rank for rank, room in enumerate(self.room) if room < 0]
+        if self.space is None:
+            return full
+        return sorted({*full, *(rank for rank, space in enumerate(self.space) if space < 0)})
+
+    def take(self, rank: int, place: int) -> Given:
+        """Take a sample off its rank."""
+        costs, samples = self.held(rank)
+        cost, sample = costs.pop(place), samples.pop(place)
+        self.room[rank] += cost
+        if self.space is not None:
+            self.space[rank] += int(self.problem.tokens[sample])
+        return cost, sample
+
+    def put(self, rank: int, given: Given) -> None:
+        """Give a rank a sample."""
+        costs, samples = self.held(rank)
+        cost, sample = given
+        place = bisect_right(costs, cost)
+        costs.insert(place, cost)
+        samples.insert(place, sample)
+        self.room[rank] -= cost
+        if self.space is not None:
+            self.space[rank] -= int(self.problem.tokens[sample])
+        self.rank[sample] = rank
+
+    def has_space(self, rank: int, tokens: int) -> bool:
+        """Whether a rank has the memory for so much more."""
+        return self.space is None or self.space[rank] >= tokens
+
+    def give_excess(self, rank: int) -> Iterator[Given]:
+        """Take samples off an overfull rank: the largest that fits into the excess, again and again."""
+        costs, _ = self.held(rank)
+        while costs and (self.room[rank] < 0 or not self.has_space(rank, 0)):
+            excess = -self.room[rank]
+            place = bisect_right(costs, excess) - 1
+            if place + 1 < len(costs) and (place < 0 or costs[place + 1] <= excess * _COVER):
+                place += 1
+            yield self.take(rank, place)
+
+
+def _hand_out(shelves: Shelves, given: list[Given]) -> None:
+    """Give samples to where there is most room: on the host that they come from if they fit there, else anywhere."""
+    problem = shelves.problem
+    if len(np.unique(problem.hosts)) > 1:
+        given = _hand_out_at_home(shelves, given)
+    roomy = [(-room, rank) for rank, room in enumerate(shelves.room)]
+    heapq.heapify(roomy)
+    for sample in breathing(given):
+        _put_where_most_room(shelves, roomy, sample)
+
+
+def _hand_out_at_home(shelves: Shelves, given: list[Given]) -> list[Given]:
+    """Place what fits on its own host, and give back the rest."""
+    problem, rest = shelves.problem, []
+    roomy: dict[int, list[tuple[float, int]]] = {}
+    for rank, host in enumerate(problem.hosts.tolist()):
+        roomy.setdefault(host, []).append((-shelves.room[rank], rank))
+    for heap in roomy.values():
+        heapq.heapify(heap)
+    for sample in breathing(given):
+        heap = roomy[int(problem.hosts[shelves.rank[sample[1]]])]
+        rank = heap[0][1]
+        if shelves.room[rank] >= sample[0] and shelves.has_space(rank, int(problem.tokens[sample[1]])):
+            shelves.put(rank, sample)
+            heapq.heapreplace(heap, (-shelves.room[rank], rank))
+        else:
+            rest.append(sample)
+    return rest
+
+
+def _put_where_most_room(shelves: Shelves, roomy: list[tuple[float, int]], sample: Given) -> None:
+    """Among the ranks that have the memory."""
+    full, tokens = [], int(shelves.problem.tokens[sample[1]])
+    while roomy and not shelves.has_space(roomy[0][1], tokens):
+        full.append(heapq.heappop(roomy))
+    if not roomy:
+        raise ValueError(f"no rank has space for a sample of {tokens} tokens within max_tokens")
+    rank = roomy[0][1]
+    shelves.put(rank, sample)
+    heapq.heapreplace(roomy, (-shelves.room[rank], rank))
+    for one in full:
+        heapq.heappush(roomy, one)
+
+
+def breathing(values: Sequence[T]) -> Iterator[T]:
+    """Pass values on, and let other threads run now and then: planning goes on while a step is being launched."""
+    for place, value in enumerate(values):
+        if place % _BREATHE_EVERY == 0:
+            time.sleep(0)
+        yield value
