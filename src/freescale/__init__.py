@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale.balance.cost import Cost as Cost
     from freescale.bubbles.book import Bubbles as Bubbles
+    from freescale.config.schema import BalanceConfig as BalanceConfig
     from freescale.config.schema import DataConfig as DataConfig
     from freescale.config.schema import ModelConfig as ModelConfig
     from freescale.config.schema import RunConfig as RunConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from freescale.data.loader import Loader as Loader
 
 _HOMES = {
+    "BalanceConfig": "freescale.config.schema",
     "Batch": "freescale.data.batch",
     "Bubbles": "freescale.bubbles.book",
     "Cost": "freescale.balance.cost",

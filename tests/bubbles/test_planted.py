@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from benchmarks.lab import Lab, lab
 
+from freescale.balance.ahead import Batches
 from freescale.bubbles.events import CAUSES
 from freescale.bubbles.ledger import account
 from freescale.bubbles.records import read_samples
@@ -46,7 +47,7 @@ class Sleepy(Timed):
 class Ready:
     """Batches of a loader, there before the run begins; every second one may be given late."""
 
-    def __init__(self, loader: Loader, stall: float) -> None:
+    def __init__(self, loader: Batches, stall: float) -> None:
         self.state_dict, self.report = loader.state_dict, loader.report
         self._batches, self._stall = list(loader), stall
 
@@ -107,7 +108,7 @@ def short(path: Path, **changes: dict[str, object]) -> RunConfig:
         "log_every": 10**6,
         "optimizer": "sgd",
     }
-    return small(path, train=train, tables={"placement": "replicated"}, **changes)
+    return small(path, train=train, tables={"placement": "replicated"}, balance={"mode": "off"}, **changes)
 
 
 def found(planted: float, measured: float) -> bool:

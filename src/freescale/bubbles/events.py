@@ -30,6 +30,8 @@ class Transfer(NamedTuple):
     done: int
     waits: tuple[tuple[int, int], ...] = ()
     """When this rank could do nothing but wait for it."""
+    alone: bool = False
+    """Whether no other rank's arrival matters: something is fetched, or it goes on behind the step."""
 
 
 class RankStep(NamedTuple):
@@ -48,7 +50,7 @@ class RankStep(NamedTuple):
         """The same on a clock that shows so much more."""
         spans = tuple(Span(s.kind, s.begin + by, s.end + by) for s in self.spans)
         transfers = tuple(
-            Transfer(t.kind, t.name, t.arrived + by, t.done + by, tuple((b + by, e + by) for b, e in t.waits))
+            t._replace(arrived=t.arrived + by, done=t.done + by, waits=tuple((b + by, e + by) for b, e in t.waits))
             for t in self.transfers
         )
         return self._replace(begin=self.begin + by, end=self.end + by, spans=spans, transfers=transfers)

@@ -40,7 +40,8 @@ class Arrivals:
 
     def ask(self, steps: list[RankStep]) -> None:
         """Ask about the collectives that these steps began. What was asked before must have been answered."""
-        mine = {t.name: t.arrived for step in steps for t in step.transfers if t.name not in self._last}
+        new = (t for step in steps for t in step.transfers if not t.alone and t.name not in self._last)
+        mine = {t.name: t.arrived for t in new}
         if len(mine) > SLOTS - 2:
             notice(f"{len(mine)} collectives in {len(steps)} steps: who came last is known of {SLOTS - 2}")
         names = list(mine)[: SLOTS - 2]

@@ -21,6 +21,7 @@ class Flight:
     kind: str
     name: str
     arrived: Any
+    alone: bool
     waited: Any = None
     """Since when the rank can do nothing but wait for it, if it does."""
     done: Any = None
@@ -88,11 +89,14 @@ class Recorder:
                 return
             yield found[0]
 
-    def arrive(self, name: str, kind: str | None = None) -> Flight:
-        """This rank has come to a collective. All ranks come to the same ones in the same order."""
+    def arrive(self, name: str, kind: str | None = None, *, alone: bool = False) -> Flight:
+        """This rank has come to a collective. All ranks come to the same ones in the same order, in the same step.
+
+        `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last.
+        """
         self._names[name] += 1
         unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
-        flight = Flight(self._clock, kind or self._kind, unique, self._clock.mark())
+        flight = Flight(self._clock, kind or self._kind, unique, self._clock.mark(), alone)
         self._flights.append(flight)
         return flight
 
@@ -114,7 +118,7 @@ class Recorder:
         def transfer(flight: Flight) -> Transfer:
             done = at(marks.end if flight.done is None else flight.done)
             waits = () if flight.waited is None else ((at(flight.waited), done),)
-            return Transfer(flight.kind, flight.name, at(flight.arrived), done, waits)
+            return Transfer(flight.kind, flight.name, at(flight.arrived), done, waits, flight.alone)
 
         spans = tuple(Span(kind, at(begin), at(end)) for kind, begin, end in marks.spans)
         flights = tuple(transfer(flight) for flight in marks.flights)

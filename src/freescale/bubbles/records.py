@@ -155,8 +155,8 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
 def _rank_step(facts: dict[str, Any]) -> RankStep:
     spans = tuple(Span(*span) for span in facts["spans"])
     transfers = tuple(
-        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits))
-        for kind, name, arrived, done, waits in facts["transfers"]
+        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), alone)
+        for kind, name, arrived, done, waits, alone in facts["transfers"]
     )
     return RankStep(**facts | {"spans": spans, "transfers": transfers})
 

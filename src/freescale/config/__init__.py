@@ -2,10 +2,19 @@
 
 from freescale.config.load import load, override, parse, resolve, save, to_toml
 from freescale.config.recipes import RECIPES
-from freescale.config.schema import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
+from freescale.config.schema import (
+    BalanceConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TablesConfig,
+    TaskConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "RECIPES",
+    "BalanceConfig",
     "DataConfig",
     "ModelConfig",
     "RunConfig",

@@ -178,6 +178,21 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """How samples are dealt over the ranks, so that none waits for another. The samples of a step stay the same."""
+
+    mode: Literal["on", "off"] = "on"
+    """on: samples move to where there is room, behind compute. With one rank there is nothing to balance."""
+    counts: Literal["free", "equal"] = "free"
+    """free: a rank may hold any number of samples. equal: all hold the same number, give or take one."""
+    max_tokens: int = 0
+    """Most events and candidates that a rank may hold in a step, if above 0: a limit for memory."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run, whole: the same file gives the same result on any number of ranks."""
 
@@ -189,6 +204,8 @@ class RunConfig:
     """What is trained."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """What for."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Where its samples are computed."""
     tables: TablesConfig = field(default_factory=TablesConfig)
     """Where its embeddings live."""
     train: TrainConfig = field(default_factory=TrainConfig)

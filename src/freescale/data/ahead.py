@@ -9,30 +9,31 @@ T = TypeVar("T")
 _END = object()
 
 
-def run_ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+def run_ahead(items: Iterator[T], depth: int, *, work_off: bool = False) -> Iterator[T]:
     """Yield the items of an iterator that a thread advances, at most `depth` items ahead of the consumer.
 
     An item being made counts as ahead, so memory holds `depth` of them and the one in use. An error is raised where
-    the item would have come. When the consumer stops early, the thread ends with it.
+    the item would have come. When the consumer stops early, the thread ends with it; with `work_off` only after the
+    items that it may be ahead, which is the same number wherever as many were consumed.
     """
     ready: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
-    room = threading.Semaphore(depth)
+    orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
     stop = threading.Event()
 
     def produce() -> None:
         try:
-            room.acquire()
-            for item in items:
+            while orders.get() and not stop.is_set():
+                item = next(items, _END)
                 ready.put((item, None))
-                room.acquire()
-                if stop.is_set():
+                if item is _END:
                     return
-            ready.put((_END, None))
         except BaseException as error:  # whatever it is, it belongs to the consumer
             ready.put((_END, error))
 
     thread = threading.Thread(target=produce, name="freescale-ahead", daemon=True)
     thread.start()
+    for _ in range(depth):
+        orders.put(True)
     try:
         while True:
             item, error = ready.get()
@@ -40,9 +41,10 @@ def run_ahead(items: Iterator[T], depth: int) -> Iterator[T]:
                 raise error
             if item is _END:
                 return
-            room.release()
+            orders.put(True)
             yield item  # type: ignore[misc]
     finally:
-        stop.set()
-        room.release()
+        if not work_off:
+            stop.set()
+        orders.put(False)
         thread.join()

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import torch
 
+from freescale.balance.ahead import BalancedBatches, Batches
 from freescale.balance.cost import Cost
+from freescale.balance.exchange import Exchange
+from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
+from freescale.bubbles.recorder import Recorder
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.embedding import plan
@@ -24,7 +28,7 @@ from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
-from freescale.transport.world import World
+from freescale.transport.world import World, apart
 
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
 
@@ -91,23 +95,34 @@ def build(
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
     )
+    cost = None if model else Cost.of_model(config.model)
     parts = Parts(
         config=config,
         world=world,
-        loader=loader,
+        loader=_batches(config, world, loader, cost, bubbles.recorder),
         steps=steps,
         network=assembly.network,
         tables=assembly.tables,
         optimizer=optimizer,
         step=step,
         bubbles=bubbles,
-        cost=None if model else Cost.of_model(config.model),
+        cost=cost,
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
     journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard)
     for line in assembly.plan:
         journal.say(line)
     return Trainer(parts, folder, journal)
+
+
+def _batches(config: RunConfig, world: World, loader: Loader, cost: Cost | None, recorder: Recorder) -> Batches:
+    """Balanced where there is somebody to balance with. One's own model is taken to cost what its tokens do."""
+    if config.balance.mode == "off" or world.ranks == 1:
+        return loader
+    transport = apart(world, deadline=config.train.deadline)
+    transport.watcher = lambda name: recorder.arrive(name, "samples", alone=True)
+    planner = Planner(cost or Cost(token=1.0), config.balance, world.ranks)
+    return BalancedBatches(loader, Exchange(transport, planner))
 
 
 def _steps(config: RunConfig, loader: Loader) -> int:

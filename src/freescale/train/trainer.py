@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from freescale.balance.ahead import Batches
 from freescale.balance.cost import Cost
 from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.config import RunConfig, to_toml
 from freescale.data.batch import Batch
-from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables
 from freescale.log import notice
 from freescale.train import rates
@@ -34,7 +34,7 @@ class Parts:
 
     config: RunConfig
     world: World
-    loader: Loader
+    loader: Batches
     steps: int
     """Of the whole run."""
     network: Network

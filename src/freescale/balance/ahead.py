@@ -1,0 +1,81 @@
+"""Batches balanced ahead of time, in a thread behind the step that is being computed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from freescale.balance.exchange import Exchange
+from freescale.data.ahead import run_ahead
+from freescale.data.batch import Batch, Events
+
+_AHEAD = 2
+
+
+class Batches(Protocol):
+    """What gives batches: a loader, or something around one."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+    def state_dict(self) -> dict[str, int | str]:
+        """Where to continue."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Continue from there."""
+        ...
+
+    def report(self) -> list[str]:
+        """What was set aside, for people."""
+        ...
+
+
+class BalancedBatches:
+    """The batches of a loader, with the same samples in every step, dealt so that all ranks compute equally long."""
+
+    def __init__(self, loader: Batches, exchange: Exchange) -> None:
+        self._loader, self._exchange = loader, exchange
+        self._state: dict[str, int | str] | None = None
+        self.load_state_dict, self.report = loader.load_state_dict, loader.report
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The position behind the last batch that was given out, not behind the last that was balanced."""
+        return self._loader.state_dict() if self._state is None else self._state
+
+    def __iter__(self) -> Iterator[Batch]:
+        # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
+        for batch, state in run_ahead(self._balanced(), _AHEAD, work_off=True):
+            self._state = state
+            yield batch
+        self._state = None
+
+    def _balanced(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
+        """Each batch, and where the loader stands behind it."""
+        for batch in self._loader:
+            groups, _ = self._exchange.balanced(groups_of(batch))
+            yield batch_of(groups, batch), self._loader.state_dict()
+
+
+def groups_of(batch: Batch) -> dict[str, Events]:
+    """A batch as the exchange wants it."""
+    alone = Events(torch.arange(len(batch) + 1), {"": batch.sample_id, **batch.scalars})
+    several = {"history": batch.history, "candidates": batch.candidates, "targets": batch.targets}
+    return {"sample": alone} | {name: events for name, events in several.items() if events is not None}
+
+
+def batch_of(groups: Mapping[str, Events], like: Batch) -> Batch:
+    """The other way round."""
+    sample_id, *_ = (alone := dict(groups["sample"].features)).values()
+    del alone[""]
+    return replace(
+        like,
+        sample_id=sample_id,
+        scalars=alone,
+        history=groups["history"],
+        candidates=groups.get("candidates"),
+        targets=groups.get("targets"),
+    )

@@ -1,0 +1,124 @@
+"""Moves samples to the ranks that will compute them: lengths to everyone, a plan that everyone makes alike, and then
+only the samples that change ranks, with all their features in one transfer.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.balance.placement import Floats, Ints, Placement
+from freescale.data.batch import Events
+from freescale.transport.c10d import C10d
+
+Groups = Mapping[str, Events]
+"""A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""
+Plan = Callable[[Mapping[str, Ints], Ints], Placement]
+"""From the lengths of all samples, by group, and their homes to a placement; the same on all ranks."""
+
+
+class Exchange:
+    """Balances one batch after another. All ranks take part, with as many samples as each has."""
+
+    def __init__(self, transport: C10d, plan: Plan) -> None:
+        self._transport, self._plan = transport, plan
+        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+
+    def balanced(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
+        """The samples that this rank is to compute: first its own that stay, then those that come."""
+        lengths, homes = self._lengths_of_all(groups)
+        placement = self._plan({name: lengths[:, i] for i, name in enumerate(groups)}, homes)
+        mine = homes == self._rank
+        going = np.flatnonzero(mine & (placement.rank != self._rank))
+        going = going[np.argsort(placement.rank[going], kind="stable")]
+        coming = np.flatnonzero(~mine & (placement.rank == self._rank))
+        staying = np.flatnonzero(mine & (placement.rank == self._rank))
+        first = int(np.searchsorted(homes, self._rank))
+        packed = Packing(groups)
+        sizes = lengths @ packed.bytes_per_row
+        got = self._transport.all_to_all(
+            packed.pack(going - first, placement.rank[going]),
+            _per_rank(sizes[going], placement.rank[going], self._ranks),
+            _per_rank(sizes[coming], homes[coming], self._ranks),
+            name="samples",
+        ).wait()
+        return packed.joined(staying - first, got, lengths[coming], homes[coming]), placement
+
+    def _lengths_of_all(self, groups: Groups) -> tuple[Ints, Ints]:
+        """[samples, groups] of all ranks in order, and the rank that each sample is on."""
+        own = torch.stack([events.lengths for events in groups.values()], dim=1)
+        counts = self._transport.all_gather(torch.tensor([len(own)]), name="sample counts").wait()[:, 0].tolist()
+        padded = own.new_zeros(max(counts), own.shape[1])
+        padded[: len(own)] = own
+        every = self._transport.all_gather(padded, name="sample lengths").wait()
+        lengths = torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)]).numpy()
+        return lengths, np.repeat(np.arange(self._ranks), counts)
+
+
+class Packing:
+    """Samples as bytes: for each rank that they go to, feature after feature."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.bytes_per_row = np.array(
+            [sum(map(_row_bytes, g.features.values())) for g in groups.values()], dtype=np.int64
+        )
+
+    def pack(self, samples: Ints, to: Ints) -> Tensor:
+        """Some samples, in the order of the ranks that they go to."""
+        parts = [torch.empty(0, dtype=torch.uint8)]
+        for rank in np.unique(to):
+            for events in self._groups.values():
+                rows = _rows(events, torch.from_numpy(samples[to == rank]))
+                parts += [_as_bytes(values[rows]) for values in events.features.values()]
+        return torch.cat(parts)
+
+    def joined(self, staying: Ints, got: Tensor, lengths: Ints, homes: Ints) -> dict[str, Events]:
+        """Samples that stay, and those that came from the ranks `homes`, with these lengths by group."""
+        kept = torch.from_numpy(staying)
+        arrived = self._unpack(got, lengths, homes)
+        found = {}
+        for place, (name, events) in enumerate(self._groups.items()):
+            counts = torch.cat([events.lengths[kept], torch.from_numpy(lengths[:, place])])
+            rows = _rows(events, kept)
+            features = {n: torch.cat([v[rows], *arrived[name][n]]) for n, v in events.features.items()}
+            found[name] = Events(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), features)
+        return found
+
+    def _unpack(self, got: Tensor, lengths: Ints, homes: Ints) -> dict[str, dict[str, list[Tensor]]]:
+        """Every feature, in pieces by the rank that it came from."""
+        found: dict[str, dict[str, list[Tensor]]] = {n: {f: [] for f in g.features} for n, g in self._groups.items()}
+        begin = 0
+        for rank in np.unique(homes):
+            rows = lengths[homes == rank].sum(axis=0).tolist()
+            for count, (name, events) in zip(rows, self._groups.items(), strict=True):
+                for feature, like in events.features.items():
+                    end = begin + count * _row_bytes(like)
+                    found[name][feature].append(_from_bytes(got[begin:end], like, count))
+                    begin = end
+        return found
+
+
+def _rows(events: Events, samples: Tensor) -> Tensor:
+    """Where the rows of some samples stand."""
+    lengths = events.lengths[samples]
+    before = lengths.cumsum(0) - lengths
+    return (events.offsets[samples] - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+
+
+def _row_bytes(values: Tensor) -> int:
+    return math.prod(values.shape[1:]) * values.element_size()
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+
+
+def _from_bytes(raw: Tensor, like: Tensor, count: int) -> Tensor:
+    return raw.clone().view(like.dtype).view(count, *like.shape[1:])
+
+
+def _per_rank(sizes: Floats | Ints, ranks: Ints, count: int) -> list[int]:
+    return np.bincount(ranks, weights=sizes, minlength=count).astype(np.int64).tolist()
