@@ -78,3 +78,13 @@ def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
     (result,) = json.loads(out.read_text())["results"]
     assert result["transfers_per_step"] >= 6
     assert 0 < result["percent_of_50_ms"] < 3  # with every second step written down whole, and on a busy machine
+
+
+def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
+    out = tmp_path / "balance.json"
+    options = ["--ranks", "8", "64", "--steps", "2", "--repeats", "3", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "balance.py", *options], check=True, capture_output=True)
+    for result in json.loads(out.read_text())["results"]:
+        if "planning" not in result:
+            assert result["free_over_bound"] <= 1.005
+            assert result["free_moved_tokens"] < 0.15 < result["zigzag_moved_tokens"]

@@ -56,10 +56,14 @@ class Cost:
 
     def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> NDArray[np.float64]:
         """Give the cost of each sample."""
-        history = np.asarray(lengths, dtype=np.float64)
-        offered = np.asarray(candidates, dtype=np.float64)
-        tokens = history + offered
+        tokens, pairs = sizes(lengths, candidates)
         if self.power is not None:
             return tokens**self.power
-        pairs = history * (history + 1) / 2 + offered * (history + 1)
         return self.sample + self.token * tokens + self.pair * pairs
+
+
+def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens of each sample, and pairs of tokens of which one sees the other."""
+    history = np.asarray(lengths, dtype=np.float64)
+    offered = np.asarray(candidates, dtype=np.float64)
+    return history + offered, history * (history + 1) / 2 + offered * (history + 1)
