@@ -1,5 +1,7 @@
 """Promise: moving samples changes where they are and nothing else."""
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,5 +107,22 @@ def test_a_step_holds_the_samples_that_it_would_hold_anyway(groups: dict[int, Ra
 
 
 def test_ranks_that_stop_early_leave_nobody_waiting(groups: dict[int, Ranks], log: Path) -> None:
+    began = time.monotonic()
     for steps in (1, 3, 5):
         assert len(groups[4].run(batches, str(log), "on", steps)[0]) == steps
+    assert time.monotonic() - began < 30  # a rank that waits in vain does so for 60 seconds
+
+
+def ended_early(world: World, path: str) -> list[int]:
+    """Steps that are given when iteration goes on after it was broken off, and after a jump."""
+    config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
+    loader = Loader(config, seed=1, rank=world.rank, ranks=world.ranks)
+    balanced = BalancedBatches(loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world.ranks)))
+    found = [batch.step for batch in itertools.islice(balanced, 3)]
+    found.append(next(iter(balanced)).step)
+    balanced.load_state_dict(balanced.state_dict() | {"step": 7})
+    return [*found, next(iter(balanced)).step]
+
+
+def test_batches_that_were_balanced_and_not_used_come_again(groups: dict[int, Ranks], log: Path) -> None:
+    assert groups[2].run(ended_early, str(log)) == [[0, 1, 2, 3, 7]] * 2

@@ -1,8 +1,9 @@
 """Promise: what a run keeps of its bubbles is bounded, adds up, survives a kill, and says what it does not know."""
 
-import json
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.bubbles import records
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.ddp import watched
-from freescale.bubbles.events import CAUSES
+from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account
 from freescale.bubbles.recorder import Recorder
+from freescale.bubbles.summary import summarize
 from freescale.errors import DataError
 from tests.ranks import Ranks, World
 
 STEPS = 100
 
 
-def foreign(world: World, folder: str, steps: int) -> float:
+def foreign(world: World, folder: str, steps: int, done: int = 0) -> float:
     """A trainer that is not ours: a DDP model in a plain loop; gives the seconds of all steps but the first."""
     torch.manual_seed(0)
     bubbles = Bubbles(Path(folder), steps=steps)
+    bubbles.step = done
     model = DistributedDataParallel(nn.Linear(64, 64))
     model.register_comm_hook(None, watched(allreduce_hook, bubbles.recorder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,14 +99,71 @@ def test_half_a_line_at_the_end_of_a_killed_run_is_left_out(run: tuple[Path, flo
     assert len(records.read_intervals(tmp_path)) == len(records.read_intervals(run[0])) - 1
 
 
-def test_steps_that_a_resumed_run_did_again_count_once(run: tuple[Path, float], tmp_path: Path) -> None:
-    lines = (run[0] / "bubbles" / "intervals.jsonl").read_text().splitlines(keepends=True)
-    again = json.loads(lines[-1])
-    again["ms"]["host"] = [77.0, 77.0]
-    (tmp_path / "bubbles").mkdir()
-    (tmp_path / "bubbles" / "intervals.jsonl").write_text("".join([*lines, json.dumps(again) + "\n"]))
-    assert records.read_intervals(tmp_path)[-1].of("host").tolist() == [77.0, 77.0]
-    assert len(records.read_intervals(tmp_path)) == len(lines)
+def test_a_run_in_the_same_folder_begins_where_it_is_resumed(
+    groups: dict[int, Ranks], run: tuple[Path, float], tmp_path: Path
+) -> None:
+    shutil.copytree(run[0], tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "bubbles" / "intervals.jsonl").open("a") as file:
+        file.write('{"step": 110, "st')  # killed here
+    groups[2].run(foreign, str(tmp_path), 40, 30)
+    assert [interval.step for interval in records.read_intervals(tmp_path)] == [10, 20, 30, 40, 50, 60, 70]
+    assert max(records.read_samples(tmp_path)) <= 70
+    groups[1].run(foreign, str(tmp_path), 20, 50)  # on another number of ranks: only that part is told
+    assert [interval.step for interval in records.read_intervals(tmp_path)] == [60, 70]
+    assert summarize(records.read_intervals(tmp_path)).ranks == 1
+
+
+class Slow(torch.autograd.Function):
+    """The part of a model below its dense layers: its backward pass comes last and takes a while."""
+
+    @staticmethod
+    def forward(*given: Any, **_: Any) -> torch.Tensor:
+        return given[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  torch's own signature
+        time.sleep(0.05)
+        return grad_outputs[0]
+
+
+def hides(world: World) -> tuple[int, int]:
+    """Milliseconds of backward and of exposed gradients, when rows are still worked on after the last bucket left."""
+    recorder = Recorder(world.rank)
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    model.register_comm_hook(None, watched(allreduce_hook, recorder))
+    loss = model(Slow.apply(torch.randn(4, 8, requires_grad=True))).sum()
+    recorder.restart()
+    with recorder.during("backward"):
+        loss.backward()
+    step = recorder.read(recorder.cut(1))
+    ledger = account(step, {t.name: t.arrived for t in step.transfers})
+    return ledger.of("backward") // 10**6, ledger.of("dense gradients") // 10**6
+
+
+def test_compute_after_the_last_bucket_left_hides_it(groups: dict[int, Ranks]) -> None:
+    for backward, exposed in groups[2].run(hides):
+        assert backward >= 50
+        assert exposed < 20
+
+
+def test_what_goes_on_behind_the_step_is_hidden_and_takes_no_compute_away() -> None:
+    recorder = Recorder(0)
+    with recorder.during("forward"):
+        flight = recorder.arrive("samples", "samples", alone=True)
+        flight.waits()  # a thread waits, not the step
+        time.sleep(0.02)
+        flight.landed()
+        time.sleep(0.01)
+    step = recorder.read(recorder.cut(1))
+    ledger = account(step, {t.name: t.arrived for t in step.transfers})
+    assert ledger.of("samples") == 0
+    assert ledger.of("forward") > 0.029 * 1e9
+    assert ledger.hidden[TRAFFIC.index("samples")] > 0.019 * 1e9
+
+
+def test_a_misspelt_cause_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="no cause is called 'foward'"), Recorder(0).during("foward"):
+        pass
 
 
 def test_a_folder_without_records_says_what_to_do(tmp_path: Path) -> None:

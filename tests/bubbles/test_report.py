@@ -97,7 +97,7 @@ def test_the_summary_adds_up_and_names_the_rank_that_the_others_wait_for(tmp_pat
     assert sum(line.share for line in summary.lines) == pytest.approx(1.0)
     by_cause = {line.cause: line for line in summary.lines}
     assert by_cause["backward"].worst == "2"  # made_up makes rank 8 // 3 slow
-    assert "data stats" in by_cause["straggler"].advice
+    assert "balance.mode" in by_cause["straggler"].advice
     assert by_cause["ids"].advice == ""  # too short to be worth a word
     assert by_cause["deferred rows"].hidden_ms == pytest.approx(by_cause["forward"].ms, rel=1e-3)
 

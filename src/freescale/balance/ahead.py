@@ -37,7 +37,7 @@ class BalancedBatches:
     def __init__(self, loader: Batches, exchange: Exchange) -> None:
         self._loader, self._exchange = loader, exchange
         self._state: dict[str, int | str] | None = None
-        self.load_state_dict, self.report = loader.load_state_dict, loader.report
+        self.report = loader.report
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -46,7 +46,14 @@ class BalancedBatches:
         """The position behind the last batch that was given out, not behind the last that was balanced."""
         return self._loader.state_dict() if self._state is None else self._state
 
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Continue from there."""
+        self._state = None
+        self._loader.load_state_dict(state)
+
     def __iter__(self) -> Iterator[Batch]:
+        if self._state is not None:  # who ended early left batches that were balanced and not used
+            self.load_state_dict(self._state)
         # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
         for batch, state in run_ahead(self._balanced(), _AHEAD, work_off=True):
             self._state = state

@@ -6,6 +6,7 @@
 By default only the excess moves (`shed`). The others deal all samples out anew and are here to be compared with.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -13,11 +14,12 @@ from numpy.typing import ArrayLike
 
 from freescale.balance import deal
 from freescale.balance.level import level
-from freescale.balance.placement import Ints, Placement, Problem, measured
+from freescale.balance.placement import Ints, Placement, Problem, judged
 from freescale.balance.shed import shed
 
 Strategy = Literal["shed", "zigzag", "lpt"]
 TOLERANCE = 0.0045
+_LARGEST = 2.0**30
 
 
 def assign(
@@ -41,19 +43,24 @@ def assign(
     """
     problem = _problem(costs, homes, ranks, tokens, max_tokens, speeds, hosts, equal_counts)
     if strategy == "shed":
-        placed = measured(problem, _shed(problem, tolerance))
+        found = _shed(problem, tolerance)
     else:
-        placed = measured(problem, {"zigzag": deal.zigzag, "lpt": deal.lpt}[strategy](problem))
-    at_home = measured(problem, problem.homes)
-    if _allowed(problem, problem.homes) and at_home.max_over_mean <= placed.max_over_mean:
-        return at_home
-    _require(_allowed(problem, placed.rank), f"found no placement within max_tokens = {max_tokens}")
-    return placed
+        found = [{"zigzag": deal.zigzag, "lpt": deal.lpt}[strategy](problem)]
+    # Staying at home comes first, so that nothing moves where moving wins nothing.
+    placements = [judged(problem, rank) for rank in (problem.homes, *found) if _allowed(problem, rank)]
+    _require(len(placements) > 0, f"found no placement within max_tokens = {max_tokens}")
+    return min(placements, key=lambda placement: placement.max_over_mean)
 
 
-def _shed(problem: Problem, tolerance: float) -> Ints:
+def _shed(problem: Problem, tolerance: float) -> list[Ints]:
+    """Moving the excess alone and, where few large samples make that end above its aim, dealing them out too."""
     shelves = shed(problem, tolerance)
-    return level(shelves) if problem.equal_counts else shelves.rank
+    found = level(shelves) if problem.equal_counts else shelves.rank
+    aim = problem.least() * (1.0 + tolerance)
+    if _allowed(problem, found) and problem.times(found).max(initial=0.0) <= aim * (1 + 1e-12):
+        return [found]
+    by_tokens = replace(problem, costs=problem.tokens.astype(np.float64))
+    return [found, deal.lpt(problem), *([] if problem.max_tokens is None else [deal.lpt(by_tokens)])]
 
 
 def _allowed(problem: Problem, rank: Ints) -> bool:
@@ -90,7 +97,9 @@ def _problem(
         _require(
             int(token.sum()) <= ranks * max_tokens, f"{token.sum()} tokens do not fit on {ranks} ranks of {max_tokens}"
         )
-    return Problem(cost, home, ranks, token, speed, host, max_tokens, equal_counts)
+    largest = float(cost.max(initial=0.0))
+    whole = np.rint(cost * (_LARGEST / largest)) if largest > 0 else cost
+    return Problem(whole, home, ranks, token, speed, host, max_tokens, equal_counts)
 
 
 def _require(ok: bool, otherwise: str) -> None:

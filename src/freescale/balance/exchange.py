@@ -3,6 +3,7 @@ only the samples that change ranks, with all their features in one transfer.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from freescale.balance.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
+from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
 
 Groups = Mapping[str, Events]
@@ -25,11 +27,14 @@ class Exchange:
     def __init__(self, transport: C10d, plan: Plan) -> None:
         self._transport, self._plan = transport, plan
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+        self._digest = 0
+        """Of the plan before: told to the others with the next lengths."""
 
     def balanced(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
         """The samples that this rank is to compute: first its own that stay, then those that come."""
         lengths, homes = self._lengths_of_all(groups)
         placement = self._plan({name: lengths[:, i] for i, name in enumerate(groups)}, homes)
+        self._digest = zlib.crc32(placement.rank.tobytes())
         mine = homes == self._rank
         going = np.flatnonzero(mine & (placement.rank != self._rank))
         going = going[np.argsort(placement.rank[going], kind="stable")]
@@ -49,7 +54,13 @@ class Exchange:
     def _lengths_of_all(self, groups: Groups) -> tuple[Ints, Ints]:
         """[samples, groups] of all ranks in order, and the rank that each sample is on."""
         own = torch.stack([events.lengths for events in groups.values()], dim=1)
-        counts = self._transport.all_gather(torch.tensor([len(own)]), name="sample counts").wait()[:, 0].tolist()
+        told = torch.tensor([len(own), self._digest])
+        counts, digests = self._transport.all_gather(told, name="sample counts").wait().T.tolist()
+        if len(set(digests)) > 1:
+            raise TransportError(
+                f"ranks planned a step differently: {digests}",
+                remedy="see that all hosts run the same versions of Python, numpy and freescale",
+            )
         padded = own.new_zeros(max(counts), own.shape[1])
         padded[: len(own)] = own
         every = self._transport.all_gather(padded, name="sample lengths").wait()

@@ -90,8 +90,7 @@ def _exchange_between(shelves: Shelves, full: int, free: int) -> set[int]:
 def _cheapest(shelves: Shelves) -> list[int]:
     """The cheapest samples of all: as many as a few ranks hold."""
     few = min(len(shelves.rank), 4 * (len(shelves.rank) // shelves.problem.ranks + 1))
-    found = np.argpartition(shelves.problem.costs, few - 1)[:few]
-    return found[np.lexsort((found, shelves.problem.costs[found]))].tolist()
+    return np.argsort(shelves.problem.costs, kind="stable")[:few].tolist()
 
 
 def _exchange_for_cheapest(shelves: Shelves, full: int, cheapest: list[int]) -> set[int]:

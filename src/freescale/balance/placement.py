@@ -1,5 +1,6 @@
 """Where samples go, and how good that is. Pure: numpy and nothing else."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ class Problem:
     """Samples that have a home, and ranks that compute them."""
 
     costs: Floats
+    """Whole numbers below 2^30: sums of them are exact, so that every machine plans the same to the last bit."""
     homes: Ints
     """The rank that each sample is on."""
     ranks: int
@@ -31,7 +33,7 @@ class Problem:
     @property
     def even(self) -> float:
         """Time of a step if work could be cut at will."""
-        return float(self.costs.sum() / self.speeds.sum())
+        return float(self.costs.sum() / math.fsum(self.speeds))
 
     def least(self) -> float:
         """Time that no placement can beat: one sample is on one rank, which may have to hold others beside it."""
@@ -40,7 +42,7 @@ class Problem:
         beside = 0.0
         if self.equal_counts:
             company = len(self.costs) // self.ranks - 1
-            beside = float(np.partition(self.costs, company)[:company].sum()) if company > 0 else 0.0
+            beside = float(np.sort(self.costs)[: max(0, company)].sum())
         return max(self.even, (float(self.costs.max()) + beside) / float(self.speeds.max()))
 
     def times(self, rank: Ints) -> Floats:
@@ -67,7 +69,7 @@ class Placement:
     """Share of the tokens that do."""
 
 
-def measured(problem: Problem, rank: Ints) -> Placement:
+def judged(problem: Problem, rank: Ints) -> Placement:
     """Say how good a placement is."""
     even = max(problem.even, 1e-300)
     moved = rank != problem.homes

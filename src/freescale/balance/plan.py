@@ -9,6 +9,7 @@ from freescale.balance.assign import assign
 from freescale.balance.cost import Cost
 from freescale.balance.placement import Ints, Placement
 from freescale.config import BalanceConfig
+from freescale.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,18 @@ class Planner:
         """`lengths`: of all samples, by group; those of `history` and `candidates` are what is computed."""
         history = lengths["history"]
         candidates = lengths.get("candidates", np.zeros_like(history))
-        return assign(
-            self.cost.of(history, candidates),
-            homes,
-            ranks=self.ranks,
-            tokens=history + candidates,
-            max_tokens=self.rules.max_tokens or None,
-            equal_counts=self.rules.counts == "equal",
-        )
+        try:
+            return assign(
+                self.cost.of(history, candidates),
+                homes,
+                ranks=self.ranks,
+                tokens=history + candidates,
+                max_tokens=self.rules.max_tokens or None,
+                equal_counts=self.rules.counts == "equal",
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"the samples of a step cannot be placed: {error}",
+                key="balance.max_tokens",
+                remedy="raise balance.max_tokens, or lower data.global_batch or data.max_history",
+            ) from error

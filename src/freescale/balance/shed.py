@@ -135,8 +135,9 @@ def _put_where_most_room(shelves: Shelves, roomy: list[tuple[float, int]], sampl
     full, tokens = [], int(shelves.problem.tokens[sample[1]])
     while roomy and not shelves.has_space(roomy[0][1], tokens):
         full.append(heapq.heappop(roomy))
-    if not roomy:
-        raise ValueError(f"no rank has space for a sample of {tokens} tokens within max_tokens")
+    if not roomy:  # it goes back to where there is most room, and the placement will be found not to be allowed
+        roomy += full
+        full.clear()
     rank = roomy[0][1]
     shelves.put(rank, sample)
     heapq.heapreplace(roomy, (-shelves.room[rank], rank))

@@ -2,7 +2,8 @@
 
 When a step ends, it is cut off, and the marks of the one before it are read. Every few steps the ranks are asked who
 came last, and the time of the steps that were asked about before is shared out; every interval the sums go to rank 0,
-which writes them down. Nothing is ever waited for, and what is kept is bounded (see `records`).
+which writes them down. No step waits for another rank here, but for comparing clocks between hosts once in a while; and
+what is kept is bounded (see `records`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from freescale.bubbles.ledger import account
 from freescale.bubbles.recorder import Marks, Recorder
 
 T = TypeVar("T")
+_ALIGN_EVERY = 16  # intervals: between hosts it is a meeting of all ranks, the only one
 _ASK_EVERY = 16  # a collective costs more than all the marks of a step, so one speaks for several steps
 
 
@@ -48,7 +50,7 @@ class Bubbles:
         # A group of its own: its traffic must never come between training's collectives.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
         assert isinstance(group, dist.ProcessGroup)
-        self.recorder = Recorder(group.rank(), clock_of(device or torch.device("cpu")))
+        self.recorder = Recorder(group.rank(), clock_of(device))
         self.step = 0
         """How many were done; a resumed run sets it."""
         self._leads = group.rank() == 0
@@ -61,7 +63,7 @@ class Bubbles:
         self._unread: Marks | None = None
         self._read: list[RankStep] = []
         self._samples: list[records.Sample] = []
-        self._warm = False
+        self._warm, self._intervals = False, 0
         self._align()
         self.restart()
 
@@ -79,6 +81,8 @@ class Bubbles:
 
     def end_step(self, work: float = 0.0) -> None:
         """The step ends here. `work`: what a cost model thinks of this rank's part of it."""
+        if self._leads and not self._intervals and self._unread is None:
+            self._writer.forget_after(self.step)
         self.step += 1
         marks = self.recorder.cut(self.step, work)
         with self.recorder.during("host"):
@@ -91,7 +95,7 @@ class Bubbles:
         """Work off what is still open. All ranks must come."""
         self._read_and_keep(None)
         self._ask()
-        self._ask()
+        self._share_out()
         if self._sums.steps:
             self._end_interval(self.step)
         self._write_interval()
@@ -104,10 +108,13 @@ class Bubbles:
 
     def _ask(self) -> None:
         """Share out what was asked about before, and ask about what was read since."""
-        for step, last in self._arrivals.answered():
-            self._count(step, last)
+        self._share_out()
         self._arrivals.ask(self._read)
         self._read = []
+
+    def _share_out(self) -> None:
+        for step, last in self._arrivals.answered():
+            self._count(step, last)
 
     def _count(self, step: RankStep, last: dict[str, int]) -> None:
         if self._warm:
@@ -123,7 +130,9 @@ class Bubbles:
         self._sums.send(step)
         self._writer.samples(self._samples)
         self._samples.clear()
-        self._align()
+        self._intervals += 1
+        if self._intervals % _ALIGN_EVERY == 0:
+            self._align()
 
     def _write_interval(self) -> None:
         interval = self._sums.received(clock_bound=self._clock_bound)
@@ -131,6 +140,6 @@ class Bubbles:
             self._writer.interval(interval)
 
     def _align(self) -> None:
-        """Clocks drift, so they are compared once per interval."""
+        """Clocks drift, so they are compared again now and then. Ranks of one host have nothing to do here."""
         offset = self._alignment.measure()
         self.recorder.ahead, self._clock_bound = offset.add, offset.widest

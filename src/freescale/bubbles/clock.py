@@ -4,6 +4,7 @@ A mark is a moment. On a CPU it is read at once. On a GPU it is an event in the 
 when the device has come past it; whoever reads marks a step later never waits.
 """
 
+import contextlib
 import hashlib
 import platform
 import time
@@ -27,7 +28,7 @@ class Clock(Protocol):
         ...
 
     def read(self, mark: Any) -> int:
-        """Nanoseconds of a moment, on the host's monotonic clock. The moment must have passed."""
+        """Nanoseconds of a moment, on the host's monotonic clock. Waits until it has passed."""
         ...
 
 
@@ -58,7 +59,11 @@ class DeviceClock:
         return event
 
     def read(self, mark: Any) -> int:
-        """Count from an event whose time is known. That one moves along, since the distance is a 32-bit float."""
+        """Count from an event whose time is known. That one moves along, since the distance is a 32-bit float.
+
+        A host that runs more than a step ahead of its device is held back here.
+        """
+        mark.synchronize()
         passed = self._base.elapsed_time(mark)
         found = self._base_ns + round(passed * 1e6)
         if passed > _MOVE_BASE_MS:
@@ -66,8 +71,9 @@ class DeviceClock:
         return found
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock that shows what a device is doing."""
+def clock_of(device: torch.device | None) -> Clock:
+    """The clock that shows what a device is doing: the one given, else the accelerator, else the CPU."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":
         return HostClock()
     return DeviceClock(lambda: torch.Event(device, enable_timing=True))
@@ -85,11 +91,11 @@ class Offset:
 
 def clock_name() -> int:
     """The same number for all processes that read the same clock: of one boot, in one time namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        name = boot + str(Path("/proc/self/ns/time").readlink())
-    except OSError:  # not Linux: no time namespaces either
-        name = platform.node()
+    name = platform.node()
+    with contextlib.suppress(OSError):  # not Linux
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    with contextlib.suppress(OSError):  # no time namespaces
+        name += str(Path("/proc/self/ns/time").readlink())
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 

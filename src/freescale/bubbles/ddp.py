@@ -13,7 +13,7 @@ from freescale.bubbles.recorder import Flight, Recorder
 def watched(hook: Callable[[Any, dist.GradBucket], Any], recorder: Recorder) -> Callable[..., Any]:
     """A communication hook that does what another one does, and has its traffic recorded.
 
-    When the last bucket is on its way, the backward pass can do nothing but wait.
+    When the last bucket is on its way and nothing is left to compute, the backward pass can do nothing but wait.
     """
     waiting: list[Flight] = []
 
@@ -27,9 +27,13 @@ def watched(hook: Callable[[Any, dist.GradBucket], Any], recorder: Recorder) -> 
 
         future = hook(state, bucket).then(landed)
         if bucket.is_last():
-            for one in waiting:
-                one.waits()
-            waiting.clear()
+            # Called when the graph is done, just before DDP's own end of the pass, which was queued after it.
+            torch.autograd.Variable._execution_engine.queue_callback(waits)  # type: ignore[attr-defined]
         return future
+
+    def waits() -> None:
+        for one in waiting:
+            one.waits()
+        waiting.clear()
 
     return watching

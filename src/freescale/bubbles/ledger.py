@@ -32,6 +32,8 @@ class Ledger(NamedTuple):
     """In the order of TRAFFIC; over and above the step."""
     in_flight: int
     """How long any traffic was under way, hidden or not."""
+    overlapped: int
+    """How long any was hidden: less than the sum of `hidden` where several kinds were under way at once."""
 
     @property
     def wall(self) -> int:
@@ -65,14 +67,16 @@ class Segment(NamedTuple):
 
 def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
     """Share out one rank's step. `last`: when the last rank arrived at each collective."""
-    causes, hidden, in_flight = dict.fromkeys(CAUSES, 0), [0] * len(TRAFFIC), 0
+    causes, hidden, in_flight, overlapped = dict.fromkeys(CAUSES, 0), [0] * len(TRAFFIC), 0, 0
     for begin, end, cause, computing, flying in segments(step, last):
         causes[cause] += end - begin
         if flying:
             in_flight += end - begin
-            if computing:
-                hidden[_lowest(flying)] += end - begin
-    return Ledger(step.rank, step.step, (*causes.values(),), (*hidden,), in_flight)
+        if flying and computing:
+            overlapped += end - begin
+            for kind in range(len(TRAFFIC)):
+                hidden[kind] += (flying >> kind & 1) * (end - begin)
+    return Ledger(step.rank, step.step, (*causes.values(),), (*hidden,), in_flight, overlapped)
 
 
 def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:

@@ -1,6 +1,7 @@
 """Writes down what a rank does, cheaply enough to be always on. Marks become times when a finished step is read."""
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from freescale.bubbles.clock import Clock, HostClock
-from freescale.bubbles.events import TRAFFIC, RankStep, Span, Transfer
+from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
 
 T = TypeVar("T")
+_KNOWN, _HOST = frozenset(CAUSES), HostClock()
 
 
 @dataclass
@@ -27,8 +29,8 @@ class Flight:
     done: Any = None
 
     def waits(self) -> None:
-        """From here on this rank can do nothing but wait for it."""
-        if self.done is None:
+        """From here on this rank can do nothing but wait for it. A thread behind the step holds nothing up."""
+        if self.waited is None and not self.alone:
             self.waited = self.clock.mark()
 
     def landed(self) -> None:
@@ -57,6 +59,7 @@ class Recorder:
         """`ahead`: what to add to this rank's clock to get the one that all ranks share."""
         self._clock: Clock = clock or HostClock()
         self._kind, self._cuts = TRAFFIC[-1], 0
+        self._lock = threading.Lock()
         self.restart()
 
     def restart(self) -> None:
@@ -69,6 +72,8 @@ class Recorder:
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
         """Everything inside is of this cause. Of traffic: what is sent is, and packing it is host work."""
+        if cause not in _KNOWN:
+            raise ValueError(f"no cause is called '{cause}'; there are {', '.join(CAUSES)}")
         kind, before = cause, self._kind
         if cause in TRAFFIC:
             self._kind, kind = cause, "host"
@@ -94,31 +99,34 @@ class Recorder:
 
         `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last.
         """
-        self._names[name] += 1
-        unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
-        flight = Flight(self._clock, kind or self._kind, unique, self._clock.mark(), alone)
-        self._flights.append(flight)
+        clock = _HOST if alone else self._clock
+        with self._lock:
+            self._names[name] += 1
+            unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
+            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone)
+            self._flights.append(flight)
         return flight
 
     def cut(self, step: int, work: float = 0.0) -> Marks:
         """End the step here; the next one begins at the same moment. What is still in flight belongs to both."""
         end = self._clock.mark()
-        marks = Marks(step, work, self._begin, end, self._spans, self._flights)
-        self._spans, self._flights, self._begin = [], [f for f in self._flights if f.done is None], end
-        self._names.clear()
-        self._cuts += 1
+        with self._lock:
+            marks = Marks(step, work, self._begin, end, self._spans, self._flights)
+            self._spans, self._flights, self._begin = [], [f for f in self._flights if f.done is None], end
+            self._names.clear()
+            self._cuts += 1
         return marks
 
     def read(self, marks: Marks) -> RankStep:
         """Turn marks into times on the clock that all ranks share."""
 
-        def at(mark: Any) -> int:
-            return self._clock.read(mark) + self.ahead
+        def at(mark: Any, clock: Clock = self._clock) -> int:
+            return clock.read(mark) + self.ahead
 
         def transfer(flight: Flight) -> Transfer:
-            done = at(marks.end if flight.done is None else flight.done)
-            waits = () if flight.waited is None else ((at(flight.waited), done),)
-            return Transfer(flight.kind, flight.name, at(flight.arrived), done, waits, flight.alone)
+            done = at(marks.end) if flight.done is None else at(flight.done, flight.clock)
+            waits = () if flight.waited is None else ((at(flight.waited, flight.clock), done),)
+            return Transfer(flight.kind, flight.name, at(flight.arrived, flight.clock), done, waits, flight.alone)
 
         spans = tuple(Span(kind, at(begin), at(end)) for kind, begin, end in marks.spans)
         flights = tuple(transfer(flight) for flight in marks.flights)

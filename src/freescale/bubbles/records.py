@@ -19,7 +19,7 @@ from freescale.errors import DataError
 FOLDER = "bubbles"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
 """Most that a run keeps: lines, fully written steps, ranks that write them, groups of ranks told apart in a line."""
-COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "ranks")
+COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "overlapped", "ranks")
 """What is added up over the ranks of a group; nanoseconds, and how many ranks they are."""
 
 Table = NDArray[np.float64]
@@ -63,7 +63,7 @@ def group_name(group: int, ranks: int) -> str:
 
 def row(ledger: Ledger) -> Table:
     """A ledger in the order of COLUMNS."""
-    return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, 0], dtype=np.float64)
+    return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, ledger.overlapped, 0], dtype=np.float64)
 
 
 def placed(row: Table, rank: int, ranks: int) -> Table:
@@ -87,6 +87,12 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+
+    def forget_after(self, step: int) -> None:
+        """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
+        for path in self._folder.glob("*.jsonl"):
+            kept = [facts for facts in _lines(path) if facts["step"] <= step]
+            path.write_text("".join(json.dumps(facts, separators=(",", ":")) + "\n" for facts in kept))
 
     def interval(self, found: Interval) -> None:
         """Keep an interval."""
@@ -127,18 +133,17 @@ def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
 
 
 def read_intervals(run: Path) -> list[Interval]:
-    """All intervals of a run, in order. Steps that a resumed run did again count once, as done last."""
+    """All intervals of a run, in order; where it was resumed on another number of ranks, those since then."""
     path = run / FOLDER / "intervals.jsonl"
-    if not path.exists():
+    lines = list(_lines(path)) if path.exists() else []
+    if not lines:
         raise DataError(
             "nothing was recorded of the bubbles of this run",
             where=str(path),
             remedy="name the folder of a training, such as runs/latest; it is written after the first log interval",
         )
-    found: dict[int, Interval] = {}
-    for facts in _lines(path):
-        found[facts["step"]] = Interval(**facts | {"ms": np.array([facts["ms"][name] for name in COLUMNS]).T})
-    return [found[step] for step in sorted(found)]
+    tables = (facts | {"ms": np.array([facts["ms"][name] for name in COLUMNS]).T} for facts in lines)
+    return [Interval(**facts) for facts in tables if facts["ranks"] == lines[-1]["ranks"]]
 
 
 def read_samples(run: Path) -> dict[int, list[Sample]]:

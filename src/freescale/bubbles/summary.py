@@ -10,8 +10,8 @@ from freescale.bubbles.records import COLUMNS, Interval, Table, group_name
 
 _WORTH_ADVICE = 0.01
 _ADVICE = {
-    "straggler": "ranks hold unequal work; `freescale data stats` says what balancing the samples would give back",
-    "samples": "samples move between ranks while nobody computes",
+    "straggler": "ranks take unequally long: balance.mode deals samples by cost, and larger batches even them out",
+    "samples": "samples are waited for: a faster link between hosts, or more compute per step to hide them",
     "ids": "ids travel while nobody computes: larger batches per rank send fewer per sample",
     "urgent rows": "rows are waited for: a faster link, narrower rows, or fewer distinct ids per step",
     "deferred rows": "compute is too short to hide these rows: a faster link, or more compute per step",
@@ -82,7 +82,7 @@ def summarize(intervals: Sequence[Interval]) -> Summary:
         steps=sum(interval.steps for interval in intervals),
         step_ms=step,
         straggler_percent=100.0 * means["straggler"] / max(step, 1e-12),
-        overlap_percent=100.0 * sum(hidden.values()) / max(means["in flight"], 1e-12),
+        overlap_percent=100.0 * means["overlapped"] / max(means["in flight"], 1e-12),
         clock_bound_us=max(interval.clock_bound_us for interval in intervals),
         lines=lines,
     )

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from typing import TypeVar
 
+from freescale.log import notice
+
 T = TypeVar("T")
 _END = object()
 
@@ -48,3 +50,6 @@ def run_ahead(items: Iterator[T], depth: int, *, work_off: bool = False) -> Iter
             stop.set()
         orders.put(False)
         thread.join()
+        while work_off and not ready.empty():
+            if (error := ready.get()[1]) is not None:
+                notice(f"while ending, what nobody waits for any more failed: {error}")

@@ -43,7 +43,8 @@ class Exchange:
         cuts = [table.cuts(unique, self._ranks) for table, unique in zip(self._tables, uniques, strict=True)]
         counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._ranks)]
         one_each = [1] * self._ranks
-        asked = self._transport.all_to_all(torch.tensor(counts), one_each, one_each, name="id counts").wait().tolist()
+        told = torch.tensor(counts, device=uniques[0].device)
+        asked = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
         ids = self._there(uniques, counts, asked, name="ids")
         first = [table.owned(self._rank, self._ranks).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}

@@ -65,7 +65,8 @@ class Trainer:
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
-            self.parts.bubbles.close()
+            with self.parts.world.transport.named("bubbles"):
+                self.parts.bubbles.close()
             self._store.close()
         finally:
             for kind, handler in before.items():
@@ -130,6 +131,7 @@ class Trainer:
         if self.done % self._train.log_every and self.done != self.parts.steps:
             return
         values, seconds = self._meter.take()
+        values = values.to(self.parts.world.device)
         total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
         steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
         entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
