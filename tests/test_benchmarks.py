@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def test_streaming_holds_bounded_memory(tmp_path: Path) -> None:
     out = tmp_path / "streaming.json"
-    command = [sys.executable, BENCHMARKS / "streaming.py", "--events", "2000000", "--repeats", "1", "--out", out]
+    command = [sys.executable, BENCHMARKS / "streaming.py", "--events", "800000", "--repeats", "1", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     for result in json.loads(out.read_text())["results"]:
         assert result["memory_grown_mb"] < 400

@@ -67,16 +67,16 @@ class Segment(NamedTuple):
 
 def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
     """Share out one rank's step. `last`: when the last rank arrived at each collective."""
-    causes, hidden, in_flight, overlapped = dict.fromkeys(CAUSES, 0), [0] * len(TRAFFIC), 0, 0
+    causes, in_flight = dict.fromkeys(CAUSES, 0), 0
+    behind: dict[int, int] = {}  # by which kinds were under way behind compute
     for begin, end, cause, computing, flying in segments(step, last):
         causes[cause] += end - begin
         if flying:
             in_flight += end - begin
-        if flying and computing:
-            overlapped += end - begin
-            for kind in range(len(TRAFFIC)):
-                hidden[kind] += (flying >> kind & 1) * (end - begin)
-    return Ledger(step.rank, step.step, (*causes.values(),), (*hidden,), in_flight, overlapped)
+            if computing:
+                behind[flying] = behind.get(flying, 0) + end - begin
+    hidden = tuple(sum(time for kinds, time in behind.items() if kinds >> kind & 1) for kind in range(len(TRAFFIC)))
+    return Ledger(step.rank, step.step, (*causes.values(),), hidden, in_flight, sum(behind.values()))
 
 
 def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:

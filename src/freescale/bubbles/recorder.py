@@ -120,14 +120,15 @@ class Recorder:
     def read(self, marks: Marks) -> RankStep:
         """Turn marks into times on the clock that all ranks share."""
 
-        def at(mark: Any, clock: Clock = self._clock) -> int:
-            return clock.read(mark) + self.ahead
+        ahead, read = self.ahead, self._clock.read
+        begin, end = read(marks.begin) + ahead, read(marks.end) + ahead
 
         def transfer(flight: Flight) -> Transfer:
-            done = at(marks.end) if flight.done is None else at(flight.done, flight.clock)
-            waits = () if flight.waited is None else ((at(flight.waited, flight.clock), done),)
-            return Transfer(flight.kind, flight.name, at(flight.arrived, flight.clock), done, waits, flight.alone)
+            read = flight.clock.read
+            done = end if flight.done is None else read(flight.done) + ahead
+            waits = () if flight.waited is None else ((read(flight.waited) + ahead, done),)
+            return Transfer(flight.kind, flight.name, read(flight.arrived) + ahead, done, waits, flight.alone)
 
-        spans = tuple(Span(kind, at(begin), at(end)) for kind, begin, end in marks.spans)
-        flights = tuple(transfer(flight) for flight in marks.flights)
-        return RankStep(self.rank, marks.step, at(marks.begin), at(marks.end), spans, flights, marks.work)
+        spans = tuple([Span(kind, read(low) + ahead, read(high) + ahead) for kind, low, high in marks.spans])
+        flights = tuple([transfer(flight) for flight in marks.flights])
+        return RankStep(self.rank, marks.step, begin, end, spans, flights, marks.work)

@@ -30,6 +30,7 @@ from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
 from freescale.transport.world import World, apart
 
+_STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
 
 
@@ -79,7 +80,11 @@ def build(
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows))
     steps = _steps(config, loader)
     bubbles = Bubbles(
-        folder, steps=steps, every=config.train.log_every, device=world.device, deadline=config.train.deadline
+        folder,
+        steps=steps,
+        every=max(config.train.log_every, _STEPS_PER_INTERVAL),
+        device=world.device,
+        deadline=config.train.deadline,
     )
     world.transport.watcher = bubbles.recorder.arrive
     parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
