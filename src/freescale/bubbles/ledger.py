@@ -119,6 +119,10 @@ def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, i
     for transfer in step.transfers:
         kind, come, arrived, done = _SENT[transfer.kind], last[transfer.name], transfer.arrived, transfer.done
         yield arrived, done, _FLIGHT + kind
+        if transfer.alone:  # behind the step: it holds the rank up only where that waits for a batch
+            late = [span for span in step.spans if span.kind == "data"]
+            yield from ((max(s.begin, arrived), min(s.end, done), _UNDER_WAY + 1 + kind) for s in late)
+            continue
         yield arrived, min(done, come), _UNDER_WAY
         yield max(arrived, come), done, _UNDER_WAY + 1 + kind
         for begin, end in transfer.waits:
