@@ -11,7 +11,6 @@ import argparse
 import heapq
 import json
 import statistics
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import beside
 from freescale.balance.assign import assign
 from freescale.balance.placement import Placement
 from freescale.data.sources import synthetic
@@ -84,14 +84,7 @@ def planning(pool: Ints, ranks: int, repeats: int) -> dict[str, Any]:
         np.argsort(costs, kind="stable")
         ratios.append((middle - began) / (time.perf_counter() - middle))
         plans.append(middle - began)
-        thread = threading.Thread(target=assign, args=(costs, homes), kwargs={"ranks": ranks, "tokens": lengths})
-        thread.start()
-        before = time.perf_counter()
-        while thread.is_alive():
-            time.sleep(0)
-            now = time.perf_counter()
-            gaps.append(now - before)
-            before = now
+        gaps += beside.waits(lambda: assign(costs, homes, ranks=ranks, tokens=lengths))
     return {
         "ranks": ranks,
         "samples": len(costs),

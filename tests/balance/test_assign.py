@@ -1,12 +1,11 @@
 """Promise: no rank waits for another, and hardly a sample moves. Every rank plans alike, and never for the worse."""
 
 import sys
-import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.beside import waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -175,14 +174,7 @@ def test_what_cannot_be_placed_is_refused(wrong: Words, said: str) -> None:
 def test_planning_lets_a_step_be_launched() -> None:
     """Beside a planning thread, another one gets the interpreter again soon: it does not wait for the whole plan."""
     lengths = drawn("heavy", 1024)
-    costs, gaps = COST.of(lengths), []
-    planning = threading.Thread(target=lambda: assign(costs, homes(1024), ranks=1024, tokens=lengths))
-    planning.start()
-    before = time.perf_counter()
-    while planning.is_alive():
-        time.sleep(0)
-        now = time.perf_counter()
-        gaps.append(now - before)
-        before = now
+    costs = COST.of(lengths)
+    gaps = waits(lambda: assign(costs, homes(1024), ranks=1024, tokens=lengths))
     assert len(gaps) > 20
     assert np.quantile(gaps, 0.99) < 2 * sys.getswitchinterval()

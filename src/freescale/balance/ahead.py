@@ -76,8 +76,8 @@ def groups_of(batch: Batch) -> dict[str, Events]:
 
 def batch_of(groups: Mapping[str, Events], like: Batch) -> Batch:
     """The other way round."""
-    sample_id, *_ = (alone := dict(groups["sample"].features)).values()
-    del alone[""]
+    alone = dict(groups["sample"].features)
+    sample_id = alone.pop("")
     return replace(
         like,
         sample_id=sample_id,

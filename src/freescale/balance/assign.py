@@ -3,7 +3,7 @@
     placement = assign(costs, homes, ranks=256)
     placement.rank
 
-By default only the excess moves (`shed`). The others deal all samples out anew and are here to be compared with.
+By default only the excess moves (`shed`). The others deal all samples out anew (`deal`).
 """
 
 from dataclasses import replace

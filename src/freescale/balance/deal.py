@@ -1,6 +1,7 @@
 """Placements that deal samples out from one global order, wherever they were before. Pure.
 
-They balance well and move nearly everything; they are here to be compared with.
+They move nearly everything. They are here to be compared with, and LPT for steps of few large samples, where moving the
+excess alone does not reach its aim.
 """
 
 import heapq
