@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import beside
-from freescale.balance.assign import assign
-from freescale.balance.placement import Placement
+from freescale.balance.place.assign import assign
+from freescale.balance.place.placement import Placement
 from freescale.data.sources import synthetic
 from record import save
 

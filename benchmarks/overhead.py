@@ -10,7 +10,6 @@ update. CPU time is that of the whole process, all threads. A second bare loop g
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 import record
 from freescale.config import resolve
@@ -32,7 +30,8 @@ from freescale.train.build import assemble, build, model_of
 from freescale.train.network import data_parallel
 from freescale.train.trainer import Trainer
 from freescale.transport.c10d import C10d
-from freescale.transport.world import World, join, leave
+from freescale.transport.world import World
+from processes import on_ranks
 
 
 def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
@@ -94,18 +93,11 @@ class Alternating:
         self.seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
 
 
-def on_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-    os.environ |= {name: str(value) for name, value in place.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    torch.set_num_threads(1)
+def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str, list[tuple[float, float]]]:
+    """CPU and wall seconds of each block of steps."""
     overrides = ["--data.path", f"{folder}/data", "--train.save-every", str(10**9), "--train.max-steps", "0"]
     config = resolve("tiny", [*overrides, "--data.split", "none"])
-    world = join(deadline=120.0)
-    loader = Loader(config.data, seed=0, rank=rank, ranks=options.ranks)
+    loader = Loader(config.data, seed=0, rank=world.rank, ranks=options.ranks)
     batches = [batch for batch, _ in zip(loader, range(options.steps), strict=False)]
     unwatched = replace(world, transport=C10d(world.group, world.transport.peers.store))
     bare = [bare_loop(config, unwatched, loader.known.rows) for _ in range(2)]
@@ -113,12 +105,10 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str, port: int) -> N
     source = Alternating(batches, loader, bare, options.blocks)
     parts = replace(trainer.parts, loader=source, steps=len(source))  # type: ignore[arg-type]
     Trainer(parts, Path(folder) / "run", trainer._journal).fit()
-    if world.leads:
-        (Path(folder) / "seconds.json").write_text(json.dumps(source.seconds))
-    leave()
+    return source.seconds
 
 
-def summary(seconds: dict[str, list[list[float]]], steps: int) -> dict[str, Any]:
+def summary(seconds: dict[str, list[tuple[float, float]]], steps: int) -> dict[str, Any]:
     """Ratios of neighbouring blocks, but for the first, which warms up, and the last, in which the run ends."""
     kept = {name: blocks[1:] for name, blocks in seconds.items()}
     found: dict[str, Any] = {}
@@ -145,8 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         synthetic.write(f"{folder}/data", "ml1m", users=64 * options.steps, catalogue=20_000)
-        mp.spawn(on_rank, (options, folder, 29_741), nprocs=options.ranks)
-        seconds = json.loads((Path(folder) / "seconds.json").read_text())
+        seconds = on_ranks(on_rank, options.ranks, options, folder)
     result = {"ranks": options.ranks, "blocks": options.blocks, **summary(seconds, options.steps)}
     print(json.dumps(result))
     record.save(options.out, [result])

@@ -88,3 +88,23 @@ def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
         if "planning" not in result:
             assert result["free_over_bound"] <= 1.005
             assert result["free_moved_tokens"] < 0.15 < result["zigzag_moved_tokens"]
+
+
+def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
+    out = tmp_path / "straggler.json"
+    options = ["--dim", "32", "--turns", "1", "--steps", "12", "--adapt-steps", "60", "--calibration-steps", "20"]
+    command = [sys.executable, BENCHMARKS / "straggler.py", *options, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    _, timed, _, slow = json.loads(out.read_text())["results"]
+    assert timed["straggler_falls_by"] > 0.5
+    assert timed["throughput_gain"] > 1.05
+    assert slow["idle_falls_by"] > 0.4
+
+
+def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
+    out = tmp_path / "replay.json"
+    options = ["--ranks", "3", "--steps", "1", "--passes", "1", "--calibration", "2", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "replay.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["straggler_percent_balanced_by_cost"] < 0.6 < result["straggler_percent_random_by_cost"]
+    assert result["straggler_percent_random"] >= 0

@@ -7,7 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from freescale import balance as balance
     from freescale.balance.cost import Cost as Cost
+    from freescale.balance.loader import BalancedLoader as BalancedLoader
     from freescale.bubbles.book import Bubbles as Bubbles
     from freescale.config.schema import BalanceConfig as BalanceConfig
     from freescale.config.schema import DataConfig as DataConfig
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BalanceConfig": "freescale.config.schema",
+    "BalancedLoader": "freescale.balance.loader",
     "Batch": "freescale.data.batch",
     "Bubbles": "freescale.bubbles.book",
     "Cost": "freescale.balance.cost",
@@ -38,6 +41,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "balance":
+        return importlib.import_module("freescale.balance")
     if name not in _HOMES:
         raise AttributeError(f"module 'freescale' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -3,25 +3,27 @@
 import numpy as np
 import pytest
 
-from freescale.balance.calibrate import Measured, fit, measured
-from freescale.balance.cost import Cost
+from freescale.balance.calibrate import Products, fit
+from freescale.balance.cost import Cost, sizes
 
 TRUE = Cost(sample=2e-5, token=3e-6, pair=4e-9)
 
 
-def steps(noise: float, count: int = 60, seed: int = 0) -> list[Measured]:
+def steps(noise: float, count: int = 60, seed: int = 0) -> Products:
     rng = np.random.default_rng(seed)
-    found = []
+    found = Products()
     for _ in range(count):
         lengths = np.minimum(rng.lognormal(4.0, 1.2, rng.integers(4, 64)), 4096).astype(int)
         seconds = 0.002 + TRUE.of(lengths).sum()
-        found.append(measured(lengths, 0, seconds * (1 + noise * rng.standard_normal())))
+        tokens, pairs = sizes(lengths)
+        took = seconds * (1 + noise * rng.standard_normal())
+        found.add([(1, len(lengths), tokens.sum(), pairs.sum())], [took])
     return found
 
 
 def test_without_noise_the_constants_are_found() -> None:
     found = fit(steps(0.0))
-    assert found.error < 1e-9
+    assert found.error < 1e-6
     assert found.step == pytest.approx(0.002, rel=1e-6)
     assert (found.cost.sample, found.cost.token, found.cost.pair) == pytest.approx((2e-5, 3e-6, 4e-9), rel=1e-6)
 
@@ -37,12 +39,14 @@ def test_with_noise_costs_are_predicted_about_as_well_as_times_were_measured() -
 def test_no_constant_is_negative_whatever_was_measured() -> None:
     rng = np.random.default_rng(1)
     for _ in range(20):
-        table = rng.random((5, 4))
-        found = fit([Measured(int(10 * a), b, c, 0.1 + d) for a, b, c, d in table])
+        products = Products()
+        products.add(rng.random((5, 4)), 0.1 + rng.random(5))
+        found = fit(products)
         assert min(found.step, found.cost.sample, found.cost.token, found.cost.pair) >= 0
 
 
-@pytest.mark.parametrize("wrong", [[], [Measured(1, 1.0, 1.0, 0.0)]])
-def test_what_cannot_be_fitted_is_refused(wrong: list[Measured]) -> None:
-    with pytest.raises(ValueError, match="fit:"):
-        fit(wrong)
+def test_what_cannot_be_fitted_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        fit(Products())
+    with pytest.raises(ValueError, match="above 0"):
+        Products().add([(1, 1, 1, 1)], [0.0])

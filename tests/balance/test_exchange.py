@@ -56,7 +56,7 @@ def contents(batch: Batch) -> dict[int, Any]:
 
 
 def moved(world: World, samples: list[int], longest: int, counts: str, seed: int) -> tuple[Any, ...]:
-    planner = Planner(COST, BalanceConfig(counts=counts), world.ranks)  # type: ignore[arg-type]
+    planner = Planner(COST, BalanceConfig(counts=counts), ranks=world.ranks)  # type: ignore[arg-type]
     before = made_up(world.rank, samples[world.rank], longest, seed)
     groups, placement = Exchange(joined(world).transport, planner).balanced(groups_of(before))
     after = batch_of(groups, before)
@@ -88,7 +88,9 @@ def batches(world: World, path: str, mode: str, steps: int) -> list[list[int]]:
     config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
     loader: Any = Loader(config, seed=1, rank=world.rank, ranks=world.ranks)
     if mode == "on":
-        loader = BalancedBatches(loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world.ranks)))
+        loader = BalancedBatches(
+            loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), ranks=world.ranks))
+        )
     found, states = [], []
     for batch in loader:
         found.append(batch.sample_id.tolist())
@@ -117,7 +119,9 @@ def ended_early(world: World, path: str) -> list[int]:
     """Steps that are given when iteration goes on after it was broken off, and after a jump."""
     config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
     loader = Loader(config, seed=1, rank=world.rank, ranks=world.ranks)
-    balanced = BalancedBatches(loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world.ranks)))
+    balanced = BalancedBatches(
+        loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), ranks=world.ranks))
+    )
     found = [batch.step for batch in itertools.islice(balanced, 3)]
     found.append(next(iter(balanced)).step)
     balanced.load_state_dict(balanced.state_dict() | {"step": 7})

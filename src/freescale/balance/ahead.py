@@ -37,10 +37,13 @@ class BalancedBatches:
     def __init__(self, loader: Batches, exchange: Exchange) -> None:
         self._loader, self._exchange = loader, exchange
         self._state: dict[str, int | str] | None = None
-        self.report = loader.report
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def report(self) -> list[str]:
+        """What was set aside, and how samples were dealt."""
+        return [*self._loader.report(), *self._exchange.plan.report()]
 
     def state_dict(self) -> dict[str, int | str]:
         """The position behind the last batch that was given out, not behind the last that was balanced."""

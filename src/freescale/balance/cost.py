@@ -54,12 +54,21 @@ class Cost:
             return Cost.sasrec(dim=model.dim, layers=model.layers)
         return Cost.hstu(dim=model.dim, layers=model.layers, heads=model.heads)
 
+    @property
+    def constants(self) -> tuple[float, float, float]:
+        """Of a sample, of a token, of a pair."""
+        return self.sample, self.token, self.pair
+
     def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> NDArray[np.float64]:
         """Give the cost of each sample."""
         tokens, pairs = sizes(lengths, candidates)
+        return self.summed(1, tokens, pairs) if self.power is None else tokens**self.power
+
+    def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> NDArray[np.float64]:
+        """Give the cost of several samples from their sums; a power law does not have that."""
         if self.power is not None:
-            return tokens**self.power
-        return self.sample + self.token * tokens + self.pair * pairs
+            raise ValueError("a cost of tokens ** power does not follow from sums")
+        return self.sample * np.asarray(samples) + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
 
 
 def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -4,28 +4,47 @@ only the samples that change ranks, with all their features in one transfer.
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.balance.placement import Floats, Ints, Placement
+from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
 from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
 
 Groups = Mapping[str, Events]
 """A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""
-Plan = Callable[[Mapping[str, Ints], Ints], Placement]
-"""From the lengths of all samples, by group, and their homes to a placement; the same on all ranks."""
+
+
+class Plan(Protocol):
+    """Says where samples go, the same on all ranks."""
+
+    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
+        """From the lengths of all samples, by group, and their homes."""
+        ...
+
+    def tells(self) -> Sequence[int]:
+        """What this rank has to say before the next plan; as many numbers on every rank."""
+        ...
+
+    def hears(self, told: Ints) -> None:
+        """What all ranks said."""
+        ...
+
+    def report(self) -> list[str]:
+        """How samples were dealt, for people."""
+        ...
 
 
 class Exchange:
     """Balances one batch after another. All ranks take part, with as many samples as each has."""
 
     def __init__(self, transport: C10d, plan: Plan) -> None:
-        self._transport, self._plan = transport, plan
+        self._transport, self.plan = transport, plan
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
         self._digest = 0
         """Of the plan before: told to the others with the next lengths."""
@@ -33,7 +52,7 @@ class Exchange:
     def balanced(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
         """The samples that this rank is to compute: first its own that stay, then those that come."""
         lengths, homes = self._lengths_of_all(groups)
-        placement = self._plan({name: lengths[:, i] for i, name in enumerate(groups)}, homes)
+        placement = self.plan({name: lengths[:, i] for i, name in enumerate(groups)}, homes)
         self._digest = zlib.crc32(placement.rank.tobytes())
         mine = homes == self._rank
         going = np.flatnonzero(mine & (placement.rank != self._rank))
@@ -54,13 +73,15 @@ class Exchange:
     def _lengths_of_all(self, groups: Groups) -> tuple[Ints, Ints]:
         """[samples, groups] of all ranks in order, and the rank that each sample is on."""
         own = torch.stack([events.lengths for events in groups.values()], dim=1)
-        told = torch.tensor([len(own), self._digest])
-        counts, digests = self._transport.all_gather(told, name="sample counts").wait().T.tolist()
+        said = torch.tensor([len(own), self._digest, *self.plan.tells()])
+        table = self._transport.all_gather(said, name="sample counts").wait().numpy()
+        counts, digests = table[:, :2].T.tolist()
         if len(set(digests)) > 1:
             raise TransportError(
                 f"ranks planned a step differently: {digests}",
                 remedy="see that all hosts run the same versions of Python, numpy and freescale",
             )
+        self.plan.hears(table[:, 2:])
         padded = own.new_zeros(max(counts), own.shape[1])
         padded[: len(own)] = own
         every = self._transport.all_gather(padded, name="sample lengths").wait()

@@ -1,37 +1,46 @@
-"""From the lengths of a step's samples to where they are computed: a cost model and the rules of a run. Pure."""
+"""From the lengths of a step's samples to where they are computed: a cost model and the rules of a run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from freescale.balance.assign import assign
+from freescale.balance.adapt import Basis, Learner, Stopwatch, restored, stated
+from freescale.balance.calibrate import Calibration
 from freescale.balance.cost import Cost
-from freescale.balance.placement import Ints, Placement
+from freescale.balance.place.assign import assign
+from freescale.balance.place.placement import Ints, Placement
 from freescale.config import BalanceConfig
 from freescale.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class Planner:
-    """Plans one step after another, alike on every rank."""
+    """Plans one step after another, alike on every rank; with `balance.adapt`, from what was measured before."""
 
-    cost: Cost
-    rules: BalanceConfig
-    ranks: int
+    def __init__(
+        self, cost: Cost, rules: BalanceConfig, *, ranks: int, hosts: Ints | None = None, leads: bool = False
+    ) -> None:
+        self.basis = Basis(cost)
+        self.stopwatch = Stopwatch() if rules.adapt else None
+        self._learner = Learner(leads=leads)
+        self._rules, self._ranks, self._hosts = rules, ranks, hosts
+        self._sums = np.zeros(4)
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
         """`lengths`: of all samples, by group; those of `history` and `candidates` are what is computed."""
         history = lengths["history"]
         candidates = lengths.get("candidates", np.zeros_like(history))
+        basis = self.basis
         try:
-            return assign(
-                self.cost.of(history, candidates),
+            placement = assign(
+                basis.cost.of(history, candidates),
                 homes,
-                ranks=self.ranks,
+                ranks=self._ranks,
                 tokens=history + candidates,
-                max_tokens=self.rules.max_tokens or None,
-                equal_counts=self.rules.counts == "equal",
+                max_tokens=self._rules.max_tokens or None,
+                speeds=basis.speeds,
+                hosts=self._hosts,
+                equal_counts=self._rules.counts == "equal",
             )
         except ValueError as error:
             raise ConfigError(
@@ -39,3 +48,47 @@ class Planner:
                 key="balance.max_tokens",
                 remedy="raise balance.max_tokens, or lower data.global_batch or data.max_history",
             ) from error
+        self._sums += 1, placement.at_home, placement.max_over_mean, placement.moved_tokens
+        return placement
+
+    def tells(self) -> Sequence[int]:
+        """What this rank has to say before the next plan; as many numbers on every rank."""
+        return self.stopwatch.read() if self.stopwatch is not None else ()
+
+    def hears(self, told: Ints) -> None:
+        """What all ranks said."""
+        if self.stopwatch is not None:
+            self.basis = self._learner.learn(self.basis, told)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What placements rest on, for a checkpoint."""
+        return stated(self.basis)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.basis = restored(state, self._ranks)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The last one that was learnt."""
+        return self._learner.calibration
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of all placements that were planned."""
+        _, *sums = (self._sums / max(1.0, self._sums[0])).tolist()
+        return dict(zip(("at_home", "max_over_mean", "moved_tokens"), sums, strict=True))
+
+    def report(self) -> list[str]:
+        """Say what was planned, and what was learnt."""
+        means = self.means
+        lines = [
+            f"balance: the slowest rank was given {means['max_over_mean']:.3f} of the mean work, "
+            f"{means['at_home']:.3f} without; {means['moved_tokens']:.1%} of the tokens moved"
+        ]
+        if self.calibration is not None:
+            constants = ", ".join(f"{value:.4g}" for value in self.basis.cost.constants)
+            lines.append(
+                f"measured: balance.cost = [{constants}], off by {self.calibration.error:.1%} of a step's time"
+            )
+        return lines if self._sums[0] else []

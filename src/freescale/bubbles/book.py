@@ -6,7 +6,7 @@ which writes them down. No step waits for another rank here, but for comparing c
 what is kept is bounded (see `records`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from freescale.bubbles import records
 from freescale.bubbles.clock import Alignment, clock_of
 from freescale.bubbles.events import RankStep
 from freescale.bubbles.gather import Arrivals, Sums
-from freescale.bubbles.ledger import account
+from freescale.bubbles.ledger import account, computed
 from freescale.bubbles.recorder import Marks, Recorder
 
 T = TypeVar("T")
@@ -53,6 +53,8 @@ class Bubbles:
         self.recorder = Recorder(group.rank(), clock_of(device))
         self.step = 0
         """How many were done; a resumed run sets it."""
+        self.watcher: Callable[[int, int], None] | None = None
+        """Is told how many nanoseconds this rank computed in a step, when the next one ends."""
         self._leads = group.rank() == 0
         self._every = max(every, -(-steps // records.LINES))
         self._ask_every = min(_ASK_EVERY, self._every)
@@ -103,7 +105,10 @@ class Bubbles:
     def _read_and_keep(self, marks: Marks | None) -> None:
         """Marks can be read without waiting a step after they were made."""
         if self._unread is not None:
-            self._read.append(self.recorder.read(self._unread))
+            step = self.recorder.read(self._unread)
+            self._read.append(step)
+            if self.watcher is not None:
+                self.watcher(step.step, computed(step))
         self._unread = marks
 
     def _ask(self) -> None:

@@ -79,6 +79,12 @@ def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
     return Ledger(step.rank, step.step, (*causes.values(),), hidden, in_flight, sum(behind.values()))
 
 
+def computed(step: RankStep) -> int:
+    """How long a rank computed. Whom it waited for does not matter here."""
+    pieces = segments(step, {transfer.name: transfer.arrived for transfer in step.transfers})
+    return sum(piece.end - piece.begin for piece in pieces if piece.computing)
+
+
 def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
     """A step from its begin to its end, piece by piece.
 

@@ -187,8 +187,18 @@ class BalanceConfig:
     """free: a rank may hold any number of samples. equal: all hold the same number, give or take one."""
     max_tokens: int = 0
     """Most events and candidates that a rank may hold in a step, if above 0: a limit for memory."""
+    cost: tuple[float, ...] = ()
+    """Of a sample, of a token, and of a pair of tokens of which one sees the other. Empty: counted from the model."""
+    adapt: bool = False
+    """Learn cost and the speed of each rank while training. Two runs of one seed are then not bitwise the same."""
 
     def __post_init__(self) -> None:
+        _require(
+            not self.cost or (len(self.cost) == 3 and min(self.cost) >= 0 < max(self.cost)),
+            "balance.cost",
+            self.cost,
+            "three numbers, none below 0 and not all 0",
+        )
         _require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
 
 

@@ -49,8 +49,8 @@ def visible(query: Tensor, key: Tensor, history: Tensor) -> Tensor:
 
 def time_bucket(asked: Tensor, event: Tensor) -> Tensor:
     """Which of the time buckets the span between an event and a question falls into."""
-    apart = (asked - event).abs().clamp(min=1).double()
-    return (apart.log() / _LOG_STEP).clamp(max=TIME_BUCKETS - 1).int()
+    apart = (asked - event).abs_().clamp_(min=1).float()  # in place: there is one for every pair of events
+    return apart.log_().div_(_LOG_STEP).clamp_(max=TIME_BUCKETS - 1).int()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Block:
     def distance(self) -> Tensor:
         """In positions. Candidates stand side by side."""
         query, key = self._places
-        return (torch.minimum(query, self.bucket.history[:, None, None]) - key).clamp(min=0).int()
+        return (torch.minimum(query, self.bucket.history[:, None, None].int()) - key).clamp_(min=0)
 
     @cached_property
     def apart(self) -> Tensor:
@@ -84,8 +84,8 @@ class Block:
     @property
     def _places(self) -> tuple[Tensor, Tensor]:
         device = self.bucket.index.device
-        query = torch.arange(self.begin, self.end, device=device)[None, :, None]
-        return query, torch.arange(self.end, device=device)[None, None, :]
+        query = torch.arange(self.begin, self.end, device=device, dtype=torch.int32)[None, :, None]
+        return query, torch.arange(self.end, device=device, dtype=torch.int32)[None, None, :]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from freescale.balance.ahead import BalancedBatches, Batches
@@ -11,6 +12,7 @@ from freescale.balance.cost import Cost
 from freescale.balance.exchange import Exchange
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
+from freescale.bubbles.clock import clock_name
 from freescale.bubbles.recorder import Recorder
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
@@ -19,6 +21,7 @@ from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables, shard_tables
 from freescale.embedding.tables import Table
 from freescale.errors import ConfigError, DataError, nearest
+from freescale.log import notice
 from freescale.models.protocol import Model
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
@@ -100,11 +103,13 @@ def build(
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
     )
-    cost = None if model else Cost.of_model(config.model)
+    cost = _cost(config, model)
+    planner = _planner(config, world, cost)
     parts = Parts(
         config=config,
         world=world,
-        loader=_batches(config, world, loader, cost, bubbles.recorder),
+        loader=_batches(config, loader, planner, bubbles.recorder),
+        planner=planner,
         steps=steps,
         network=assembly.network,
         tables=assembly.tables,
@@ -120,13 +125,29 @@ def build(
     return Trainer(parts, folder, journal)
 
 
-def _batches(config: RunConfig, world: World, loader: Loader, cost: Cost | None, recorder: Recorder) -> Batches:
-    """Balanced where there is somebody to balance with. One's own model is taken to cost what its tokens do."""
+def _cost(config: RunConfig, model: Model | None) -> Cost:
+    """As measured, else as counted. One's own model is taken to cost what its tokens do."""
+    if config.balance.cost:
+        return Cost(*config.balance.cost)
+    return Cost.of_model(config.model) if model is None else Cost(token=1.0)
+
+
+def _planner(config: RunConfig, world: World, cost: Cost) -> Planner | None:
+    """Samples are balanced where there is somebody to balance with."""
     if config.balance.mode == "off" or world.ranks == 1:
+        return None
+    if config.balance.adapt and world.leads:
+        notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
+    names = world.transport.all_gather(torch.tensor([clock_name()], device=world.device), name="hosts").wait()
+    hosts = np.unique(names.cpu().numpy(), return_inverse=True)[1].ravel()
+    return Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
+
+
+def _batches(config: RunConfig, loader: Loader, planner: Planner | None, recorder: Recorder) -> Batches:
+    if planner is None:
         return loader
-    transport = apart(world, deadline=config.train.deadline)
+    transport = apart(deadline=config.train.deadline)
     transport.watcher = lambda name: recorder.arrive(name, "samples", alone=True)
-    planner = Planner(cost or Cost(token=1.0), config.balance, world.ranks)
     return BalancedBatches(loader, Exchange(transport, planner))
 
 

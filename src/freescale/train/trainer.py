@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from freescale.balance.ahead import Batches
 from freescale.balance.cost import Cost
+from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.config import RunConfig, to_toml
@@ -35,6 +37,8 @@ class Parts:
     config: RunConfig
     world: World
     loader: Batches
+    planner: Planner | None
+    """Of the loader's batches, where they are balanced."""
     steps: int
     """Of the whole run."""
     network: Network
@@ -42,8 +46,8 @@ class Parts:
     optimizer: torch.optim.Optimizer
     step: Step
     bubbles: Bubbles
-    cost: Cost | None
-    """Of the model, where it is one of ours."""
+    cost: Cost
+    """Of a sample, for the report."""
     evaluate: Callable[[], dict[str, float]] | None
     """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
 
@@ -57,6 +61,8 @@ class Trainer:
         saving = dist.new_group(backend="gloo")  # apart from training's own, since both go on at once
         assert isinstance(saving, dist.ProcessGroup)
         self._store = store.Store(folder / "checkpoints", keep=self._train.keep, rank=parts.world.rank, group=saving)
+        self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
+        parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
         self._meter = _Meter()
         self._asked_at = 0.0
 
@@ -86,6 +92,8 @@ class Trainer:
         if self._generator in tensors:
             torch.set_rng_state(tensors[self._generator])
         parts.loader.load_state_dict(facts["cursor"])
+        if parts.planner is not None and facts["balance"] is not None and not parts.config.balance.cost:
+            parts.planner.load_state_dict(facts["balance"])
         self.done = parts.bubbles.step = int(facts["step"])
         self._journal.say(f"resumed from {checkpoint} at step {self.done}")
 
@@ -115,11 +123,12 @@ class Trainer:
         return stopped and self.done < self.parts.steps
 
     def _work(self, batch: Batch) -> float:
-        """What the cost model thinks of this rank's part of a step."""
-        if self.parts.cost is None:
-            return 0.0
-        candidates = 0 if batch.candidates is None else batch.candidates.lengths.numpy()
-        return float(self.parts.cost.of(batch.history.lengths.numpy(), candidates).sum())
+        """What the cost model thinks of this rank's part of a step. Its time will be told later."""
+        lengths = batch.history.lengths.numpy()
+        candidates = np.zeros_like(lengths) if batch.candidates is None else batch.candidates.lengths.numpy()
+        if self._stopwatch is not None:
+            self._stopwatch.given(self.done, lengths, candidates)
+        return float(self.parts.cost.of(lengths, candidates).sum())
 
     def _rates(self) -> Rates:
         part = rates.share(self.done, self.parts.steps, self._train)
@@ -172,6 +181,7 @@ class Trainer:
             "step": self.done,
             "ranks": self.parts.world.ranks,
             "cursor": self.parts.loader.state_dict(),
+            "balance": self.parts.planner.state_dict() if self.parts.planner is not None else None,
             "config": to_toml(self.parts.config),
         }
 

@@ -48,11 +48,11 @@ def join(*, deadline: float) -> World:
     return World(rank, ranks, device, group, C10d(group, store, deadline=deadline))
 
 
-def apart(world: World, *, deadline: float) -> C10d:
+def apart(*, deadline: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
     assert isinstance(group, dist.ProcessGroup)
-    return C10d(group, world.transport.peers.store, deadline=deadline)
+    return C10d(group, dist.distributed_c10d._get_default_store(), deadline=deadline)
 
 
 def leave() -> None:

@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from freescale.balance import deal
-from freescale.balance.level import level
-from freescale.balance.placement import Ints, Placement, Problem, judged
-from freescale.balance.shed import shed
+from freescale.balance.place import deal
+from freescale.balance.place.level import level
+from freescale.balance.place.placement import Ints, Placement, Problem, judged
+from freescale.balance.place.shed import shed
 
 Strategy = Literal["shed", "zigzag", "lpt"]
 TOLERANCE = 0.0045

@@ -61,6 +61,8 @@ class Placement:
     rank: Ints
     max_over_mean: float
     """Time of a step over what it would be if work could be cut at will."""
+    at_home: float
+    """The same if every sample stays where it is."""
     lower_bound: float
     """The same for the best placement that could be hoped for."""
     moved_samples: float
@@ -73,11 +75,15 @@ def judged(problem: Problem, rank: Ints) -> Placement:
     """Say how good a placement is."""
     even = max(problem.even, 1e-300)
     moved = rank != problem.homes
-    longest = float(problem.times(rank).max(initial=0.0))
+
+    def over_even(longest: float) -> float:
+        return longest / even if len(rank) else 1.0
+
     return Placement(
         rank=rank,
-        max_over_mean=longest / even if len(rank) else 1.0,
-        lower_bound=problem.least() / even if len(rank) else 1.0,
+        max_over_mean=over_even(problem.times(rank).max(initial=0.0)),
+        at_home=over_even(problem.times(problem.homes).max(initial=0.0)),
+        lower_bound=over_even(problem.least()),
         moved_samples=float(moved.mean()) if len(rank) else 0.0,
         moved_tokens=float(problem.tokens[moved].sum() / max(1, problem.tokens.sum())),
     )

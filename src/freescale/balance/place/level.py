@@ -9,8 +9,8 @@ from bisect import bisect_right
 
 import numpy as np
 
-from freescale.balance.placement import Ints
-from freescale.balance.shed import Shelves, breathing
+from freescale.balance.place.placement import Ints
+from freescale.balance.place.shed import Shelves, breathing
 
 _SWAPS_PER_RANK = 20
 

@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from freescale.balance.placement import Problem
+from freescale.balance.place.placement import Problem
 
 T = TypeVar("T")
 Given = tuple[float, int]
 """A sample on its way: its cost and its number."""
 _COVER = 1.05  # a sample this much larger than the excess is better than several that fit it exactly
 _ROUNDS = 12
-_BREATHE_EVERY = 64
+_BREATHE_EVERY = 16
 
 
 def shed(problem: Problem, tolerance: float) -> "Shelves":
@@ -30,8 +30,15 @@ def shed(problem: Problem, tolerance: float) -> "Shelves":
         given = [sample for rank in breathing(shelves.overfull()) for sample in shelves.give_excess(rank)]
         if not given:
             break
-        _hand_out(shelves, sorted(given, reverse=True))
+        _hand_out(shelves, _largest_first(given))
     return shelves
+
+
+def _largest_first(given: list[Given]) -> list[Given]:
+    """Sorted outside of the interpreter: thousands of tuples would hold it for milliseconds."""
+    costs, samples = zip(*given, strict=True)
+    order = np.lexsort((samples, costs))[::-1]
+    return [given[place] for place in order.tolist()]
 
 
 class Shelves:

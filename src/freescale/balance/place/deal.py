@@ -8,7 +8,7 @@ import heapq
 
 import numpy as np
 
-from freescale.balance.placement import Ints, Problem
+from freescale.balance.place.placement import Ints, Problem
 
 
 def zigzag(problem: Problem) -> Ints:

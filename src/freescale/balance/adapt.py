@@ -1,0 +1,128 @@
+"""What measured steps teach about the cost of a sample and the speed of each rank. Knows no process group.
+
+Each rank sums up what it computed and how long that took (`Stopwatch`). The sums of all ranks travel with the lengths
+of the next batch, so every rank learns the same from them (`Learner`) and none has to be asked.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from freescale.balance.calibrate import Calibration, Products, fit
+from freescale.balance.cost import Cost, sizes
+from freescale.balance.place.placement import Floats, Ints
+from freescale.log import notice
+
+SUMS = 5
+"""Steps, samples, tokens, pairs and nanoseconds."""
+_RECENT = 5  # rounds whose median is a rank's speed: one odd step changes nothing
+_KEPT = 0.98  # of what was measured before, in every round: about fifty rounds shape the cost
+_FIT_EVERY = 8
+_SAME = 0.02  # speeds this near to the usual one are noise
+_SLOWEST = 0.05  # who were given nothing could never show that it has recovered
+_TELL = 0.1
+
+
+class Basis(NamedTuple):
+    """What placements rest on, beside the samples."""
+
+    cost: Cost
+    speeds: Floats | None = None
+    """Of each rank, if they differ."""
+
+
+class Stopwatch:
+    """What this rank computed, and how long that took. One thread notes, another one reads."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[int, int, int]] = {}
+        self._sums = np.zeros(SUMS, dtype=np.int64)
+        self._lock, self._warm = threading.Lock(), False
+
+    def given(self, step: int, lengths: ArrayLike, candidates: ArrayLike) -> None:
+        """The samples of a step, by their lengths."""
+        tokens, pairs = sizes(lengths, candidates)
+        self._given[step] = len(tokens), int(tokens.sum()), int(pairs.sum())
+
+    def took(self, step: int, nanoseconds: int) -> None:
+        """How long they were computed. The first step of a process pays for what is done once, and is left out."""
+        done = self._given.pop(step)
+        with self._lock:
+            self._sums += np.array([1, *done, nanoseconds], dtype=np.int64) * self._warm
+        self._warm = True
+
+    def read(self) -> list[int]:
+        """The sums since the last time."""
+        with self._lock:
+            found = self._sums.tolist()
+            self._sums[:] = 0
+        return found
+
+
+class Learner:
+    """Learns from what all ranks measured, alike on each of them."""
+
+    def __init__(self, *, leads: bool) -> None:
+        self._leads = leads
+        """Whether this rank speaks for all."""
+        self._products, self._rounds = Products(), 0
+        self._recent: deque[Floats] = deque(maxlen=_RECENT)
+        self._told: Floats | None = None
+        self.calibration: Calibration | None = None
+        """The last one."""
+
+    def learn(self, basis: Basis, sums: Ints) -> Basis:
+        """Take [ranks, SUMS] into account."""
+        computed = (sums[:, 0] > 0) & (sums[:, 1] > 0) & (sums[:, 4] > 0)
+        if not computed.any():
+            return basis
+        self._rounds += 1
+        speeds = self._speeds(basis.cost, sums, computed)
+        self._tell(speeds)
+        cost = self._cost(basis.cost, sums[computed], speeds[computed])
+        return Basis(cost, speeds)
+
+    def _speeds(self, cost: Cost, sums: Ints, computed: NDArray[np.bool_]) -> Floats:
+        """Work per time, against the usual rank. Work without what every step costs: a rank's own share of that
+        shows as less speed, so that times and not work become equal.
+        """
+        work = np.where(computed, cost.summed(*sums[:, 1:4].T), np.nan)
+        speed = work / np.maximum(sums[:, 4], 1)
+        self._recent.append(speed / np.nanmedian(speed))
+        known = np.array(self._recent)
+        known[:, np.isnan(known).all(axis=0)] = 1.0
+        found = np.maximum(np.nanmedian(known, axis=0).round(2), _SLOWEST)
+        return np.where(np.abs(found - 1.0) <= _SAME, 1.0, found)
+
+    def _cost(self, cost: Cost, sums: Ints, speeds: Floats) -> Cost:
+        self._products.fade(_KEPT)
+        self._products.add(sums[:, :4], sums[:, 4] * 1e-9 * speeds)
+        if self._rounds % _FIT_EVERY:
+            return cost
+        self.calibration = fit(self._products)
+        found = Cost(*(float(f"{value:.4g}") for value in self.calibration.cost.constants))  # the last bits differ
+        return found if found.summed(1, 1, 1) > 0 else cost
+
+    def _tell(self, speeds: Floats) -> None:
+        before = np.ones_like(speeds) if self._told is None else self._told
+        for rank in np.flatnonzero(np.abs(speeds - before) > _TELL).tolist() if self._leads else ():
+            notice(
+                f"balance.adapt: rank {rank} computes at {speeds[rank]:.2f} of the usual speed, and is given as much"
+            )
+        self._told = np.where(np.abs(speeds - before) > _TELL, speeds, before)
+
+
+def stated(basis: Basis) -> dict[str, Sequence[float] | None]:
+    """As a checkpoint keeps it."""
+    return {"cost": list(astuple(basis.cost)), "speeds": None if basis.speeds is None else basis.speeds.tolist()}
+
+
+def restored(state: dict[str, Sequence[float] | None], ranks: int) -> Basis:
+    """From a checkpoint. Speeds are of the ranks that there were; others start anew."""
+    cost, speeds = Cost(*(state["cost"] or ())), state["speeds"]
+    return Basis(cost, np.array(speeds) if speeds is not None and len(speeds) == ranks else None)

@@ -1,0 +1,156 @@
+"""Balanced batches for any trainer with torch's DistributedDataParallel; nothing else of FreeScale is needed.
+
+    loader = fs.BalancedLoader(loader, length=lambda batch: batch["length"], cost=fs.Cost.hstu(dim=256))
+    for batch in loader:
+        loss = model(batch).sum() * batch["loss_scale"]
+
+A step holds the samples that it would hold anyway, dealt so that all ranks compute equally long.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.balance.cost import Cost
+from freescale.balance.exchange import Exchange
+from freescale.balance.form import LENGTH, Form, described, scaled, without_samples
+from freescale.balance.place.placement import Ints, Placement
+from freescale.balance.plan import Planner
+from freescale.balance.sampler import PlacedSamples, placed_loader
+from freescale.config import BalanceConfig
+from freescale.data.ahead import run_ahead
+from freescale.errors import DataError
+from freescale.log import notice
+from freescale.transport.world import apart
+
+_AHEAD = 2
+
+
+class BalancedLoader:
+    """The batches of a loader, balanced over the ranks of the default process group.
+
+    length: of each sample of a batch; then samples are exchanged between ranks, one or two steps ahead. Or of every
+    sample of a map-style data set, read by a DataLoader with a DistributedSampler; then each rank reads what it is to
+    compute, and nothing moves.
+
+    Batches are dicts or dataclasses of tensors with a row per sample, and of `Events`. `padded`: tensors that are
+    padded to the longest sample of a batch, and with what. What comes out has one thing more: `loss_scale`. The sum of
+    the losses times it, averaged over the ranks as DDP averages gradients, is the mean over all terms of all ranks'
+    losses. `terms`: how many a sample of some length has; one, if not given. A rank may be given nothing in a step.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        length: Callable[[Any], Tensor] | Sequence[int] | Ints | Tensor,
+        cost: Cost,
+        terms: Callable[[Ints], Ints] = np.ones_like,
+        padded: Mapping[str, float] | None = None,
+        equal_counts: bool = False,
+        max_tokens: int = 0,
+        deadline: float = 600.0,
+    ) -> None:
+        rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        plan = _Plan(Planner(cost, rules, ranks=ranks), terms, ranks)
+        self._batches: _Exchanged | _Placed
+        if callable(length):
+            path = "samples are exchanged between ranks, behind compute"
+            self._batches = _Exchanged(loader, length, plan, Form(padded or {}), deadline)
+        else:
+            path = "every rank reads the samples that it is to compute, and nothing moves"
+            self._batches = _Placed(loader, PlacedSamples(loader, np.asarray(length, dtype=np.int64), plan))
+        self.report = plan.report
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            notice(f"balance: {path}" if ranks > 1 else "balance: there is one rank, and nothing to balance")
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class _Exchanged:
+    """Batches whose samples move between ranks."""
+
+    def __init__(
+        self, loader: Iterable[Any], length: Callable[[Any], Tensor], plan: "_Plan", form: Form, deadline: float
+    ) -> None:
+        self._loader, self._length, self._plan, self._form = loader, length, plan, form
+        self._exchange = Exchange(apart(deadline=deadline), plan) if plan.ranks > 1 else None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._exchange is None:
+            return (scaled(batch, self._plan.scale_of(self._length(batch).numpy())) for batch in self._loader)
+        # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
+        return run_ahead(self._balanced(self._exchange), _AHEAD, work_off=True)
+
+    def _balanced(self, exchange: Exchange) -> Iterator[Any]:
+        """Until no rank has anything left: who ends earlier goes on with what others give."""
+        batches, batch = iter(self._loader), None
+        while True:
+            batch = next(batches, None if batch is None else without_samples(batch))
+            if batch is None:
+                raise DataError("the loader of this rank gives no batch at all", remedy="give every rank some samples")
+            groups = self._form.apart(batch, self._length(batch).long())
+            self._plan.form = described(groups)
+            moved, placement = exchange.balanced(groups)
+            if not len(placement.rank):
+                return
+            yield scaled(self._form.joined(batch, moved), self._plan.scale)
+
+
+class _Plan:
+    """Plans for the exchange, and sees to it that the batches of all ranks have one form."""
+
+    def __init__(self, planner: Planner, terms: Callable[[Ints], Ints], ranks: int) -> None:
+        self._planner, self._terms, self.ranks = planner, terms, ranks
+        self.scale, self.form = 1.0, ""
+        self.report = planner.report
+
+    def scale_of(self, lengths: Ints) -> float:
+        """The loss scale of a step with samples of these lengths."""
+        return self.ranks / max(1, int(self._terms(lengths).sum()))
+
+    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
+        """As every rank plans."""
+        self.scale = self.scale_of(lengths[LENGTH])
+        return self._planner({"history": lengths[LENGTH]}, homes)
+
+    def tells(self) -> Sequence[int]:
+        """What this rank's batch looks like."""
+        return (zlib.crc32(self.form.encode()),)
+
+    def hears(self, told: Ints) -> None:
+        """What the batches of all ranks look like."""
+        if len(np.unique(told)) > 1:
+            raise DataError(
+                "the batches of the ranks differ in their tensors, so samples cannot move between them",
+                where=f"this rank's have {self.form}",
+                remedy="pad to one width everywhere, or name what is padded: padded={'item': 0}",
+            )
+
+
+class _Placed:
+    """Batches whose samples were placed before they were read."""
+
+    def __init__(self, loader: Iterable[Any], sampler: PlacedSamples) -> None:
+        self._sampler = sampler
+        self._loader = placed_loader(loader, sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.scales.clear()
+        for batch in self._loader:
+            yield scaled(batch, self._sampler.scales.popleft())

@@ -1,0 +1,118 @@
+"""Promise: with balance.adapt a slow rank is given less work, and gets it back; one odd step changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from freescale.balance.adapt import Basis, Learner, Stopwatch
+from freescale.balance.cost import Cost, sizes
+from freescale.balance.plan import Planner
+from freescale.checkpoint import store
+from freescale.config import BalanceConfig, RunConfig
+from freescale.train.build import build
+from tests.ranks import Ranks, World
+from tests.training import joined, small
+
+TRUE, STEP = Cost(sample=1e-4, token=2e-5, pair=3e-8), 0.01
+RANKS, BATCH = 8, 32
+GUESS = Cost.hstu(dim=64)
+
+
+def measured(lengths: NDArray[np.int64], slower: float = 1.0) -> list[int]:
+    """What a rank's stopwatch says of a step."""
+    tokens, pairs = sizes(lengths)
+    seconds = slower * (STEP + TRUE.of(lengths).sum())
+    return [1, len(lengths), int(tokens.sum()), int(pairs.sum()), int(1e9 * seconds)]
+
+
+def simulated(slower: Any, steps: int, seed: int = 0) -> tuple[list[float], Planner]:
+    """Share of a rank's time that it waits, step by step, where rank r computes slower(step, r, rng) times as long."""
+    rng = np.random.default_rng(seed)
+    planner = Planner(GUESS, BalanceConfig(adapt=True), ranks=RANKS)
+    homes, idle, said = np.repeat(np.arange(RANKS), BATCH), [], np.zeros((RANKS, 5), dtype=np.int64)
+    for step in range(steps):
+        planner.hears(said)
+        lengths = np.minimum(rng.lognormal(4.0, 1.2, RANKS * BATCH).astype(np.int64) + 1, 2000)
+        rank = planner({"history": lengths}, homes).rank
+        said = np.array([measured(lengths[rank == r], slower(step, r, rng)) for r in range(RANKS)])
+        idle.append(1 - said[:, 4].mean() / said[:, 4].max())
+    return idle, planner
+
+
+def test_a_slow_rank_is_given_less_within_twenty_steps_and_more_again_when_it_recovers() -> None:
+    idle, planner = simulated(lambda step, rank, _: 1.6 if rank == 3 and step < 40 else 1.0, 80)
+    assert np.mean(idle[:2]) > 0.2
+    assert np.mean(idle[20:40]) < 0.05
+    assert np.mean(idle[60:]) < 0.03
+    assert planner.basis.speeds is not None
+    assert planner.basis.speeds.tolist() == [1.0] * RANKS
+
+
+def test_the_cost_becomes_that_of_the_machine() -> None:
+    _, planner = simulated(lambda _step, _rank, rng: 1 + 0.03 * rng.standard_normal(), 64)
+    assert planner.calibration is not None
+    assert 0.01 < planner.calibration.error < 0.06
+    lengths = np.array([1, 10, 100, 500, 2000])
+    found, true = planner.basis.cost.of(lengths), TRUE.of(lengths)
+    assert (found / found.sum())[2:] == pytest.approx((true / true.sum())[2:], rel=0.1)
+
+
+def test_noise_and_one_odd_step_move_no_work() -> None:
+    def odd(step: int, rank: int, rng: np.random.Generator) -> float:
+        return 5.0 if (step, rank) == (30, 2) else 1 + 0.01 * rng.standard_normal()
+
+    _, planner = simulated(odd, 33)
+    assert planner.basis.speeds is not None
+    assert planner.basis.speeds.tolist() == [1.0] * RANKS
+
+
+def test_ranks_that_computed_nothing_say_nothing() -> None:
+    learner, basis = Learner(leads=False), Basis(GUESS)
+    assert learner.learn(basis, np.zeros((4, 5), dtype=np.int64)) is basis
+    sums = np.array([measured(np.array([100, 20])), [1, 0, 0, 0, 10**6], [0] * 5, measured(np.array([90, 30]))])
+    speeds = learner.learn(basis, sums).speeds
+    assert speeds is not None
+    assert speeds[[1, 2]].tolist() == [1.0, 1.0]
+
+
+def test_the_first_step_of_a_process_is_not_counted() -> None:
+    watch = Stopwatch()
+    for step in range(3):
+        watch.given(step, np.array([3, 4]), np.array([1, 0]))
+    watch.took(0, 10**9)
+    assert watch.read() == [0] * 5
+    watch.took(1, 5)
+    watch.took(2, 6)
+    assert watch.read() == [2, 4, 16, 2 * (6 + 4 + 10), 11]
+    assert watch.read() == [0] * 5
+
+
+def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tuple[Any, Any]:
+    """What placements rest on before and after a run."""
+    trainer = build(config, joined(world), Path(folder))
+    planner = trainer.parts.planner
+    assert planner is not None
+    if resume:
+        trainer.resume(store.complete(Path(folder) / "checkpoints")[-1])
+    before = planner.state_dict()
+    trainer.fit()
+    trainer.close()
+    return before, planner.state_dict()
+
+
+def test_what_was_learnt_is_in_the_checkpoint_and_all_ranks_learn_alike(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    config = small(log, balance={"adapt": True}, train={"max_steps": 24, "epochs": 10})
+    (guess, one), (_, two) = groups[2].run(adapting, config, str(tmp_path), False)
+    assert one == two
+    assert one["cost"] != guess["cost"]
+    more = small(log, train={"max_steps": 26, "epochs": 10})
+    for rank in groups[2].run(adapting, more, str(tmp_path), True):
+        assert rank == (one, one)  # nothing is learnt any more, and nothing is forgotten
+    own = small(log, balance={"cost": (1.0, 2.0, 3.0)}, train={"max_steps": 28, "epochs": 10})
+    for before, _ in groups[2].run(adapting, own, str(tmp_path), True):
+        assert before["cost"][:3] == [1.0, 2.0, 3.0]

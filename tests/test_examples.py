@@ -1,0 +1,25 @@
+"""Promise: every example runs as it is, by the command that it begins with."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_an_example_runs_as_it_says(example: Path) -> None:
+    (command,) = [
+        line for line in example.read_text().split('"""')[1].splitlines() if f"examples/{example.name}" in line
+    ]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        shlex.split(command), cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
