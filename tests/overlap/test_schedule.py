@@ -11,9 +11,9 @@ from freescale.train.step import Step
 
 def test_an_operation_before_what_it_waits_for_is_refused_and_both_are_named() -> None:
     with pytest.raises(ValueError, match="'rows' is issued before what it waits for: ids"):
-        Schedule((Operation("rows", "network", "urgent rows", ("ids",)), Operation("ids", "network", "ids")))
+        Schedule((Operation("rows", "urgent", "urgent rows", ("ids",)), Operation("ids", "urgent", "ids")))
     with pytest.raises(ValueError, match="'ids' is issued twice"):
-        Schedule((Operation("ids", "network", "ids"), Operation("ids", "network", "ids")))
+        Schedule((Operation("ids", "urgent", "ids"), Operation("ids", "urgent", "ids")))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -1,15 +1,23 @@
 """A step as named operations on lanes, with what each must wait for. Torch-free: others than the trainer read it too.
 
-An operation is only a name here; `train.step` says what it does. A lane is something that does one thing at a time.
-Today everything runs strictly one after another.
+An operation is only a name here; `train.step` says what it does. A lane does one thing at a time, in the order in which
+things are issued. Operations of one step may work on different batches: while one is computed, the rows of the next are
+fetched and the gradients of the one before are sent. What an operation does to rows and buffers is written down with
+it, so that `hazards` can prove that nothing stale is read.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from freescale.bubbles.events import CAUSES
 
-Lane = Literal["host", "compute", "network"]
+Lane = Literal["host", "compute", "urgent", "deferred"]
+"""Two lanes of traffic: somebody waits for what is urgent; what is deferred goes behind compute and gives way."""
+RowSet = Literal["collision", "exclusive", "urgent", "deferred"]
+"""Of the rows of a batch: also in the batch before, or not; also in the batch after, or not."""
+After = str | tuple[str, int]
+"""An operation of the same batch, or of one so many batches later: ("backward", -2)."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +27,32 @@ class Operation:
     name: str
     lane: Lane
     cause: str
-    """Where its time goes: one of `bubbles.events.CAUSES`; on the network lane, the class of its traffic."""
-    after: tuple[str, ...] = ()
-    """Keys of operations of the same step that must have ended."""
+    """Where its time goes: one of `bubbles.events.CAUSES`; of traffic, its class."""
+    after: tuple[After, ...] = ()
+    """Keys of operations that must have ended."""
     part: int = 0
     """Which micro-batch it works on, where it works on one."""
+    batch: int = 0
+    """Which batch it works on: 0 the one that is computed in this step, 1 the next, -1 the one before."""
+    reads: tuple[RowSet, ...] = ()
+    """Rows that it reads at their owner."""
+    writes: tuple[RowSet, ...] = ()
+    """Rows that it changes there."""
+    fills: str = ""
+    """The buffer that it writes."""
+    uses: tuple[str, ...] = ()
+    """Buffers that it reads."""
 
     @property
     def key(self) -> str:
         """What others wait for."""
         return f"{self.name}/{self.part}" if self.part else self.name
+
+    def needs(self) -> list[tuple[str, int]]:
+        """Keys of what must have ended, and the batch of each, as `batch` counts."""
+        return [
+            (after, self.batch) if isinstance(after, str) else (after[0], self.batch + after[1]) for after in self.after
+        ]
 
 
 @dataclass(frozen=True)
@@ -36,44 +60,124 @@ class Schedule:
     """The operations of a step, in the order in which they are issued."""
 
     operations: tuple[Operation, ...]
+    slots: Mapping[str, int] = field(default_factory=dict)
+    """How many batches a buffer holds at once; what it holds of the oldest is overwritten by the next."""
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for operation in self.operations:
-            missing = [key for key in operation.after if key not in seen]
-            if missing:
-                raise ValueError(f"'{operation.key}' is issued before what it waits for: {', '.join(missing)}")
+        place = {operation.key: (at, operation.batch) for at, operation in enumerate(self.operations)}
+        if len(place) < len(self.operations):
+            keys = [operation.key for operation in self.operations]
+            raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' is issued twice")
+        for at, operation in enumerate(self.operations):
             if operation.cause not in CAUSES:
                 raise ValueError(f"'{operation.key}' has the cause '{operation.cause}', which no ledger knows")
-            if operation.key in seen:
-                raise ValueError(f"'{operation.key}' is issued twice")
-            seen.add(operation.key)
+            for key, batch in operation.needs():
+                # An operation on batch b is issued `its batch` steps before step b.
+                if key not in place or (batch - place[key][1], place[key][0]) >= (0, at):
+                    raise ValueError(f"'{operation.key}' is issued before what it waits for: {key}")
 
 
 def serial(*, sharded: bool, micro_batches: int = 1) -> Schedule:
     """One thing after another. Without sharded tables there are no rows to move."""
     rows = (
-        Operation("send_ids", "network", "ids", ("prepare",)),
-        Operation("look_up", "compute", "forward", ("send_ids",)),
-        Operation("send_rows", "network", "urgent rows", ("look_up",)),
+        Operation("send_ids", "urgent", "ids", ("prepare",), fills="ids"),
+        Operation("look_up", "compute", "forward", ("send_ids",), reads=("collision", "exclusive"), uses=("ids",)),
+        Operation("send_rows", "urgent", "urgent rows", ("look_up",), fills="rows"),
     )
-    compute: list[Operation] = []
-    ready = "send_rows" if sharded else "prepare"
-    for part in range(micro_batches):
-        forward = Operation("forward", "compute", "forward", ("agree", ready), part)
-        compute += [forward, Operation("backward", "compute", "backward", (forward.key,), part)]
+    compute = _compute(micro_batches, ("agree", "send_rows") if sharded else ("agree", "prepare"))
     last = compute[-1].key
     gradients = (
-        Operation("send_gradients", "network", "row gradients", (last,)),
-        Operation("update_rows", "compute", "optimizer", ("send_gradients",)),
+        Operation("send_gradients", "urgent", "row gradients", (last,), uses=("ids", "gradients")),
+        Operation(
+            "update_rows", "compute", "optimizer", ("send_gradients",), writes=("urgent", "deferred"), uses=("ids",)
+        ),
     )
     return Schedule(
         (
-            Operation("prepare", "host", "host"),
-            Operation("agree", "network", "other traffic", ("prepare",)),
+            Operation("prepare", "host", "host", (("update_dense", -1),)),
+            Operation("agree", "urgent", "other traffic", ("prepare",)),
             *(rows if sharded else ()),
             *compute,
             *(gradients if sharded else ()),
             Operation("update_dense", "compute", "optimizer", (last,)),
-        )
+        ),
+        {"ids": 1, "rows": 1, "gradients": 1},
     )
+
+
+def overlapped(*, micro_batches: int = 1) -> Schedule:
+    """Only rows that two consecutive batches share are waited for; all others travel behind compute.
+
+    Rows of the next batch that this one does not touch are read and sent while this one is computed, once the rows that
+    the batch before left for later have been changed. Gradients of rows that the next batch reads go first.
+    """
+    compute = _compute(micro_batches, ("agree", "send_exclusive_rows", "send_collision_rows"))
+    last = compute[-1].key
+    deferred = (
+        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), batch=-1, uses=("ids", "gradients")),
+        Operation(
+            "update_deferred",
+            "deferred",
+            "optimizer",
+            ("send_deferred_gradients",),
+            batch=-1,
+            writes=("deferred",),
+            uses=("ids",),
+        ),
+        Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
+        Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=("ids",)),
+        Operation("send_split", "deferred", "ids", ("split",), batch=1, uses=("ids",)),
+        Operation(
+            "look_up_exclusive",
+            "deferred",
+            "forward",
+            ("split", ("update_deferred", -2)),
+            batch=1,
+            reads=("exclusive",),
+            uses=("ids",),
+        ),
+        Operation("send_exclusive_rows", "deferred", "deferred rows", ("look_up_exclusive",), batch=1, fills="rows"),
+    )
+    urgent = (
+        Operation(
+            "send_urgent_gradients",
+            "urgent",
+            "row gradients",
+            (last, ("send_split", 1)),
+            uses=("ids", "gradients"),
+        ),
+        Operation(
+            "update_urgent", "compute", "optimizer", ("send_urgent_gradients",), writes=("urgent",), uses=("ids",)
+        ),
+        Operation(
+            "look_up_collision",
+            "compute",
+            "forward",
+            ("split", ("update_urgent", -1)),
+            batch=1,
+            reads=("collision",),
+            uses=("ids",),
+        ),
+        Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
+    )
+    return Schedule(
+        (
+            Operation("prepare", "host", "host", batch=1),
+            *deferred,
+            Operation("agree", "urgent", "other traffic", ("prepare",)),
+            *compute,
+            *urgent,
+            Operation("update_dense", "compute", "optimizer", (last,)),
+        ),
+        {"ids": 3, "rows": 2, "gradients": 2},
+    )
+
+
+def _compute(micro_batches: int, ready: tuple[After, ...]) -> list[Operation]:
+    """Both passes of every micro-batch. Rows are used until the last backward pass, which leaves their gradients."""
+    found: list[Operation] = []
+    for part in range(micro_batches):
+        forward = Operation("forward", "compute", "forward", ready, part, uses=("rows",))
+        backward = Operation("backward", "compute", "backward", (forward.key,), part, fills="gradients", uses=("rows",))
+        found += [forward, backward]
+    return found

@@ -1,0 +1,29 @@
+"""Promise: what two batches share is found whatever their ids are, and told in one bit each."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freescale.embedding.split import pack, packed_size, split, unpack
+
+IDS = st.lists(st.integers(0, 30), max_size=40)
+
+
+@given(IDS, IDS)
+def test_shared_ids_are_those_in_both(this: list[int], following: list[int]) -> None:
+    shared = split(torch.tensor(this, dtype=torch.int64), torch.tensor(following, dtype=torch.int64))
+    assert shared.of_this.tolist() == [one in following for one in this]
+    assert shared.of_next.tolist() == [one in this for one in following]
+
+
+def test_ids_of_a_table_of_ten_billion_rows_are_no_different() -> None:
+    this, following = torch.tensor([10**10 - 1, 5, 7]), torch.tensor([7, 10**10 - 1])
+    assert split(this, following).of_this.tolist() == [True, False, True]
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5))
+def test_masks_travel_as_bits(masks: list[list[bool]]) -> None:
+    sizes = [len(mask) for mask in masks]
+    packed = pack([torch.tensor(mask, dtype=torch.bool) for mask in masks])
+    assert len(packed) == packed_size(sum(sizes)) == -(-sum(sizes) // 8)
+    assert [mask.tolist() for mask in unpack(packed, sizes)] == masks

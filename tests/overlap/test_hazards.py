@@ -1,0 +1,215 @@
+"""Promise: under a schedule that is accepted nothing stale is read, however long anything takes; others are refused."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.overlap.hazards import HazardError, hazards, require_safe
+from freescale.overlap.schedule import After, Operation, RowSet, Schedule, overlapped, serial
+
+SAFE = {
+    "serial": serial(sharded=True),
+    "serial in parts": serial(sharded=True, micro_batches=3),
+    "without tables": serial(sharded=False),
+    "overlapped": overlapped(),
+    "overlapped in parts": overlapped(micro_batches=2),
+}
+STEPS, ROWS = 9, 12
+
+
+def changed(**changes: Callable[[Operation], Operation]) -> Schedule:
+    """The overlapped schedule with some operations changed."""
+    good = overlapped()
+    return replace(good, operations=tuple(changes[o.name](o) if o.name in changes else o for o in good.operations))
+
+
+def without(*keys: After) -> Callable[[Operation], Operation]:
+    return lambda o: replace(o, after=tuple(after for after in o.after if after not in keys))
+
+
+def on(lane: str, *gone: After) -> Callable[[Operation], Operation]:
+    return lambda o: replace(without(*gone)(o), lane=lane)  # type: ignore[arg-type]
+
+
+def reordered(name: str, behind: str, *gone: After) -> Schedule:
+    """One operation issued right behind another one, and no longer waiting for some."""
+    operations = list(overlapped().operations)
+    (moved,) = [o for o in operations if o.name == name]
+    operations.remove(moved)
+    place = [o.name for o in operations].index(behind) + 1
+    operations.insert(place, without(*gone)(moved))
+    return replace(overlapped(), operations=tuple(operations))
+
+
+def at_the_end(*names: str) -> Schedule:
+    """Some operations issued last, and nobody waits for them in the next step."""
+    operations = (without(("update_deferred", -2))(o) for o in overlapped().operations)
+    return replace(overlapped(), operations=tuple(sorted(operations, key=lambda o: o.name in names)))
+
+
+def with_slots(**slots: int) -> Schedule:
+    return replace(overlapped(), slots={**overlapped().slots, **slots})
+
+
+WRONG: dict[str, tuple[Schedule, str, str]] = {
+    "the naive prefetch: all rows of the next batch are read behind compute": (
+        changed(
+            look_up_exclusive=lambda o: replace(o, reads=("collision", "exclusive")),
+            look_up_collision=lambda o: replace(o, reads=()),
+        ),
+        "look_up_exclusive",
+        "update_urgent",
+    ),
+    "rows are read before those that were left for later are changed": (
+        at_the_end("send_deferred_gradients", "update_deferred"),
+        "look_up_exclusive",
+        "update_deferred",
+    ),
+    "shared rows are read before they are changed": (
+        reordered("look_up_collision", "backward", ("update_urgent", -1)),
+        "look_up_collision",
+        "update_urgent",
+    ),
+    "what the next batch reads is changed later": (
+        changed(
+            update_urgent=lambda o: replace(o, writes=()),
+            update_deferred=lambda o: replace(o, writes=("urgent", "deferred")),
+        ),
+        "look_up_collision",
+        "update_deferred",
+    ),
+    "late changes on a lane of their own": (
+        changed(update_deferred=on("host"), look_up_exclusive=without(("update_deferred", -2))),
+        "look_up_exclusive",
+        "update_deferred",
+    ),
+    "late changes behind urgent traffic": (
+        changed(update_deferred=on("urgent"), look_up_exclusive=without(("update_deferred", -2))),
+        "look_up_exclusive",
+        "update_deferred",
+    ),
+    "two batches ahead": (
+        changed(
+            **{
+                name: lambda o: replace(o, batch=2, after=tuple(a for a in o.after if isinstance(a, str)))
+                for name in ("prepare", "send_ids", "split", "look_up_exclusive", "send_exclusive_rows")
+            }
+        ),
+        "look_up_exclusive",
+        "update_deferred",
+    ),
+    "one slot for rows": (with_slots(rows=1), "send_exclusive_rows", "rows"),
+    "two slots for ids": (with_slots(ids=2), "send_ids", "ids"),
+    "one slot for gradients": (with_slots(gradients=1), "backward", "gradients"),
+    "ids are sent for the batch after next before their slot is free": (
+        changed(send_ids=on("host")),
+        "send_ids",
+        "ids",
+    ),
+    "forward does not wait for shared rows": (
+        changed(forward=without("send_collision_rows", "agree")),
+        "forward",
+        "rows",
+    ),
+    "forward does not wait for the other rows": (changed(forward=without("send_exclusive_rows")), "forward", "rows"),
+    "urgent gradients are sent before they are there": (
+        reordered("send_urgent_gradients", "send_split", "backward"),
+        "send_urgent_gradients",
+        "gradients",
+    ),
+    "deferred gradients are sent before they are there": (
+        changed(send_deferred_gradients=without("backward")),
+        "send_deferred_gradients",
+        "gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_what_we_run_is_proven_safe(name: str) -> None:
+    require_safe(SAFE[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_schedule_is_refused_with_the_offending_pair(name: str) -> None:
+    schedule, late, early = WRONG[name]
+    found = [str(hazard) for hazard in hazards(schedule)]
+    assert any(f"'{late} of" in text and early in text for text in found), found[:5]
+    with pytest.raises(HazardError, match="nothing makes"):
+        require_safe(schedule)
+
+
+def run(schedule: Schedule, rng: np.random.Generator) -> dict[tuple[str, int], tuple[float, float]]:
+    """When each operation on each batch begins and ends, if each takes a random time."""
+    ends: dict[str, float] = {}
+    when: dict[tuple[str, int], tuple[float, float]] = {}
+    for step, o in itertools.product(range(STEPS), schedule.operations):
+        needs = [when[key, step + batch][1] for key, batch in o.needs() if (key, step + batch) in when]
+        begin = max([ends.get(o.lane, 0.0), *needs])
+        ends[o.lane] = begin + float(rng.exponential() ** 3)
+        when[o.key, step + o.batch] = begin, ends[o.lane]
+    return when
+
+
+def stale(schedule: Schedule, seed: int) -> bool:
+    """Whether some row is read or changed out of order, with random batches and random times."""
+    rng = np.random.default_rng(seed)
+    when = run(schedule, rng)
+    held = rng.random((STEPS + 4, ROWS)) < 0.5  # which rows are in which batch; the first is batch -1
+    inside: dict[RowSet, Callable[[int], np.ndarray]] = {
+        "collision": lambda b: held[b + 1] & held[b],
+        "exclusive": lambda b: held[b + 1] & ~held[b],
+        "urgent": lambda b: held[b + 1] & held[b + 2],
+        "deferred": lambda b: held[b + 1] & ~held[b + 2],
+    }
+    touched: list[list[tuple[int, int, float, float]]] = [[] for _ in range(ROWS)]
+    for o in schedule.operations:
+        for kind, sets in enumerate((o.reads, o.writes)):
+            for rows, batch in itertools.product(sets, range(STEPS - 1)):
+                if (o.key, batch) in when:
+                    for row in np.flatnonzero(inside[rows](batch)):
+                        touched[row].append((batch, kind, *when[o.key, batch]))
+    for accesses in touched:
+        for one, two in itertools.combinations(sorted(accesses), 2):
+            if (one[1] or two[1]) and one[:2] != two[:2] and one[3] > two[2]:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_in_a_safe_schedule_no_row_is_ever_touched_out_of_order(name: str) -> None:
+    assert not any(stale(SAFE[name], seed) for seed in range(100))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, early) in WRONG.items() if early.startswith("update")])
+def test_in_a_wrong_schedule_some_row_sometimes_is(name: str) -> None:
+    assert any(stale(WRONG[name][0], seed) for seed in range(300))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6))
+def test_whatever_is_accepted_is_safe(seed: int) -> None:
+    """Schedules with dependencies left out, lanes changed and operations moved, at random."""
+    draw = np.random.default_rng(seed)
+    operations = list(overlapped().operations)
+    for _ in range(int(draw.integers(1, 4))):
+        place = int(draw.integers(len(operations)))
+        o = operations[place]
+        kind = draw.integers(3)
+        if kind == 0 and o.after:
+            operations[place] = without(o.after[int(draw.integers(len(o.after)))])(o)
+        elif kind == 1:
+            operations[place] = replace(o, lane=draw.choice(["host", "compute", "urgent", "deferred"]))
+        else:
+            operations.insert(int(draw.integers(len(operations))), operations.pop(place))
+    try:
+        schedule = replace(overlapped(), operations=tuple(operations))
+    except ValueError:
+        return  # issued before what it waits for
+    if not list(hazards(schedule)):
+        assert not any(stale(schedule, seed) for seed in range(20))
