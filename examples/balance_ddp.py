@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 examples/balance_ddp.py
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +49,6 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     data = Walks()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from freescale.balance.adapt import Basis, Learner, Stopwatch
+from freescale.balance.adapt import SUMS, Basis, Learner, Stopwatch
 from freescale.balance.cost import Cost, sizes
 from freescale.balance.plan import Planner
 from freescale.checkpoint import store
@@ -32,12 +32,13 @@ def simulated(slower: Any, steps: int, seed: int = 0) -> tuple[list[float], Plan
     """Share of a rank's time that it waits, step by step, where rank r computes slower(step, r, rng) times as long."""
     rng = np.random.default_rng(seed)
     planner = Planner(GUESS, BalanceConfig(adapt=True), ranks=RANKS)
-    homes, idle, said = np.repeat(np.arange(RANKS), BATCH), [], np.zeros((RANKS, 5), dtype=np.int64)
+    homes, idle, said = np.repeat(np.arange(RANKS), BATCH), [], np.zeros((RANKS, SUMS + 3), dtype=np.int64)
     for step in range(steps):
         planner.hears(said)
         lengths = np.minimum(rng.lognormal(4.0, 1.2, RANKS * BATCH).astype(np.int64) + 1, 2000)
         rank = planner({"history": lengths}, homes).rank
-        said = np.array([measured(lengths[rank == r], slower(step, r, rng)) for r in range(RANKS)])
+        proposed = planner._learner.proposes()
+        said = np.array([measured(lengths[rank == r], slower(step, r, rng)) + proposed for r in range(RANKS)])
         idle.append(1 - said[:, 4].mean() / said[:, 4].max())
     return idle, planner
 
@@ -60,22 +61,32 @@ def test_the_cost_becomes_that_of_the_machine() -> None:
     assert (found / found.sum())[2:] == pytest.approx((true / true.sum())[2:], rel=0.1)
 
 
-def test_noise_and_one_odd_step_move_no_work() -> None:
-    def odd(step: int, rank: int, rng: np.random.Generator) -> float:
-        return 5.0 if (step, rank) == (30, 2) else 1 + 0.01 * rng.standard_normal()
+def test_noise_and_one_odd_step_move_hardly_any_work() -> None:
+    def noisy(odd: float) -> Any:
+        return lambda step, rank, rng: (odd if (step, rank) == (30, 2) else 1.0) * (1 + 0.01 * rng.standard_normal())
 
-    _, planner = simulated(odd, 33)
+    (_, without), (_, planner) = (simulated(noisy(odd), 34) for odd in (1.0, 5.0))
     assert planner.basis.speeds is not None
     assert planner.basis.speeds.tolist() == [1.0] * RANKS
+    lengths = np.array([20, 100, 500])
+    costs, usual = planner.basis.cost.of(lengths), without.basis.cost.of(lengths)
+    assert costs / costs.sum() == pytest.approx(usual / usual.sum(), rel=0.1)
 
 
 def test_ranks_that_computed_nothing_say_nothing() -> None:
     learner, basis = Learner(leads=False), Basis(GUESS)
-    assert learner.learn(basis, np.zeros((4, 5), dtype=np.int64)) is basis
-    sums = np.array([measured(np.array([100, 20])), [1, 0, 0, 0, 10**6], [0] * 5, measured(np.array([90, 30]))])
-    speeds = learner.learn(basis, sums).speeds
+    assert learner.learn(basis, np.zeros((4, SUMS + 3), dtype=np.int64)) == basis
+    sums = [measured(np.array([100, 20])), [1, 0, 0, 0, 10**6], [0] * SUMS, measured(np.array([90, 30]))]
+    speeds = learner.learn(basis, np.array([[*of_rank, 0, 0, 0] for of_rank in sums])).speeds
     assert speeds is not None
     assert speeds[[1, 2]].tolist() == [1.0, 1.0]
+
+
+def test_all_ranks_take_the_fit_of_rank_0_to_the_last_bit() -> None:
+    learner, basis = Learner(leads=False), Basis(GUESS)
+    proposed = np.array([[0.1, 0.2, 0.3], [7.0, 7.0, 7.0]]).view(np.int64)
+    told = np.concatenate([np.zeros((2, SUMS), dtype=np.int64), proposed], axis=1)
+    assert learner.learn(basis, told).cost.constants == (0.1, 0.2, 0.3)
 
 
 def test_the_first_step_of_a_process_is_not_counted() -> None:

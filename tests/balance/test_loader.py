@@ -1,5 +1,6 @@
 """Promise: in any DDP trainer, balanced batches teach what the same samples teach on one rank."""
 
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +80,11 @@ class Model(nn.Module):
         return off.sum() if self.per_event else (off.sum(1) / lengths.clamp(min=1)).sum()
 
 
-def loader_of(world: World, kind: str) -> tuple[DataLoader[Any], Any]:
+def loader_of(world: World, kind: str, **more: Any) -> tuple[DataLoader[Any], Any]:
     data = Histories()
     sampler = DistributedSampler(data, world.ranks, world.rank, shuffle=True, seed=7)
     collate = jagged if kind == "jagged" else padded
-    return DataLoader(data, BATCH, sampler=sampler, collate_fn=collate), sampler
+    return DataLoader(data, BATCH, sampler=sampler, collate_fn=collate, **more), sampler
 
 
 def balanced(loader: Any, kind: str, per_event: bool, **more: Any) -> Any:
@@ -181,6 +182,53 @@ def test_a_rank_whose_loader_ends_earlier_goes_on_with_what_others_give(groups: 
         assert [rank[step][1] for rank in results] == [2 / len(samples)] * 2
 
 
+def broken_off(world: World, kind: str, more: dict[str, Any]) -> tuple[list[list[int]], list[list[int]], int]:
+    """Samples of each step: of three steps and then of all, and what the loader says is its length."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
+    loader, _ = loader_of(world, kind, drop_last=True, **more)
+    given = loader if kind == "plain" else balanced(loader, kind, False)
+    some, scales = [], []
+    for batch in given:
+        some.append(batch["number"].tolist())
+        if len(some) == 3:
+            break
+    every = []
+    for batch in given:
+        every.append(batch["number"].tolist())
+        scales.append(float(batch.get("loss_scale", 1 / BATCH)))
+    assert scales == [1 / BATCH] * len(every)
+    return some, every, len(given)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2, "persistent_workers": True}], ids=["here", "workers"])
+@pytest.mark.parametrize("kind", ["padded", "placed"])
+def test_iteration_that_was_broken_off_begins_anew(groups: dict[int, Ranks], kind: str, more: dict[str, Any]) -> None:
+    plain = groups[2].run(broken_off, "plain", {})
+    dealt = groups[2].run(broken_off, kind, more)
+    assert [rank[2] for rank in dealt] == [rank[2] for rank in plain] == [len(plain[0][1])] * 2
+    for part in (0, 1):
+        assert together([rank[part : part + 1] for rank in dealt]) == together(
+            [rank[part : part + 1] for rank in plain]
+        )
+
+
+def of_another_rank(world: World) -> str:
+    sampler = DistributedSampler(Histories(), 3, 0)
+    with pytest.raises(UsageError, match="rank 0 of 3, but this is rank") as caught:
+        balanced(DataLoader(Histories(), BATCH, sampler=sampler, collate_fn=padded), "placed", False)
+    return str(caught.value)
+
+
+def test_a_sampler_of_other_ranks_is_refused(groups: dict[int, Ranks]) -> None:
+    assert all("remedy" in said for said in groups[2].run(of_another_rank))
+
+
+def test_a_loader_made_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="init_process_group"):
+        fs.BalancedLoader([], length=lambda b: b["length"], cost=COST)
+
+
 def refused(world: World, kind: str) -> str:
     data = Histories()
     batch: Any = padded([data[number] for number in (world.rank, world.rank + 2)])
@@ -194,6 +242,12 @@ def refused(world: World, kind: str) -> str:
         given["length"] = lambda b: b["length"] + 100
     if kind == "no row per sample":
         batch["temperature"] = torch.tensor([1.0, 2.0, 3.0])
+    if kind == "padded on the left":
+        batch["item"] = batch["item"].flip(1)
+    if kind == "words of each sample":
+        batch["user"] = ["anna", "bert"]
+    if kind == "an array":
+        batch["user"] = np.arange(2)
     if kind == "no such tensor":
         given["padded"] = {"itme": 0}
     if kind == "no order":
@@ -212,6 +266,9 @@ def refused(world: World, kind: str) -> str:
         ("a tuple", "a dict or a dataclass"),
         ("shorter than its length", "is padded to"),
         ("no row per sample", "'temperature' of a batch of 2 samples has the shape [3]"),
+        ("padded on the left", "'item' holds something else than its padding of 0"),
+        ("words of each sample", "'user' of a batch is of type list, and would stay behind"),
+        ("an array", "'user' of a batch is of type ndarray"),
         ("no such tensor", "itme"),
         ("no order", "DistributedSampler"),
     ],

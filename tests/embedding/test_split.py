@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freescale.embedding.split import pack, packed_size, split, unpack
+from freescale.embedding.split import pack, packed_sizes, split, unpack
 
 IDS = st.lists(st.integers(0, 30), max_size=40)
 
@@ -24,6 +24,9 @@ def test_ids_of_a_table_of_ten_billion_rows_are_no_different() -> None:
 @given(st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5))
 def test_masks_travel_as_bits(masks: list[list[bool]]) -> None:
     sizes = [len(mask) for mask in masks]
-    packed = pack([torch.tensor(mask, dtype=torch.bool) for mask in masks])
-    assert len(packed) == packed_size(sum(sizes)) == -(-sum(sizes) // 8)
-    assert [mask.tolist() for mask in unpack(packed, sizes)] == masks
+    together = torch.tensor([bit for mask in masks for bit in mask], dtype=torch.bool)
+    packed = pack(together, sizes)
+    assert len(packed) == sum(packed_sizes(sizes)) == sum(-(-size // 8) for size in sizes)
+    assert torch.equal(unpack(packed, sizes), together)
+    first = pack(together[: sizes[0]], sizes[:1])
+    assert torch.equal(packed[: len(first)], first)  # each begins with a byte of its own

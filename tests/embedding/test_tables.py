@@ -13,6 +13,7 @@ from freescale.embedding.exchange import Exchange
 from freescale.embedding.fused import FusedShard
 from freescale.embedding.plain import PlainShard
 from freescale.embedding.sharded import shard_tables
+from freescale.embedding.split import split
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted, deduplicate
 from tests.ranks import Ranks, World
@@ -65,6 +66,41 @@ def wanted_of(rank: int, seed: int) -> dict[str, Wanted]:
 def value_of(table: Table, ids: torch.Tensor) -> torch.Tensor:
     """A row that tells its table and its number."""
     return ids[:, None] * 100.0 + torch.arange(table.dim) + table.rows
+
+
+def divided(world: World, seed: int) -> dict[str, object]:
+    """Ask for the rows of two batches part by part; gives what this rank asked for, and which of it is shared."""
+    exchange = Exchange(TABLES, joined(world).transport)
+    wanted = [wanted_of(world.rank, seed), wanted_of(world.rank, seed + 1)]
+    this, following = (exchange.send_ids(one) for one in wanted)
+    shared = {t.name: split(this.local[t.name], following.local[t.name]) for t in TABLES}
+    first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
+    for parts, ids in zip(exchange.send_split(this, following, shared), wanted, strict=True):
+        for route, meant in ((parts.shared, parts.mask), (parts.others, {n: ~m for n, m in parts.mask.items()})):
+            rows = {t.name: value_of(t, route.local[t.name] + first[t.name]) for t in TABLES}
+            got = exchange.send_rows(route, rows)
+            for table in TABLES:
+                assert torch.equal(got[table.name], value_of(table, ids[table.name].unique[meant[table.name]]))
+            back = exchange.send_gradients(route, got)
+            assert all(torch.equal(back[name], rows[name]) for name in rows)
+    masks = [parts.mask for parts in exchange.send_split(this, following, shared)]
+    return {
+        t.name: [(w[t.name].unique.tolist(), m[t.name].tolist()) for w, m in zip(wanted, masks, strict=True)]
+        for t in TABLES
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(0, 20, 2))
+def test_rows_travel_part_by_part_and_everyone_knows_which_are_shared(
+    groups: dict[int, Ranks], ranks: int, seed: int
+) -> None:
+    results = groups[ranks].run(divided, seed)
+    for table in TABLES:
+        this, following = ({one for rank in results for one in rank[table.name][batch][0]} for batch in (0, 1))
+        for rank in results:
+            for ids, mask in rank[table.name]:
+                assert mask == [one in this and one in following for one in ids]
 
 
 def fetch(world: World, seed: int) -> bool:

@@ -1,7 +1,8 @@
 """What measured steps teach about the cost of a sample and the speed of each rank. Knows no process group.
 
 Each rank sums up what it computed and how long that took (`Stopwatch`). The sums of all ranks travel with the lengths
-of the next batch, so every rank learns the same from them (`Learner`) and none has to be asked.
+of the next batch, so every rank learns the same from them (`Learner`) and none has to be asked. Only a fit may differ
+in its last bits between kinds of machines, so all ranks take that of rank 0, which travels with its next sums.
 """
 
 import threading
@@ -76,15 +77,22 @@ class Learner:
         self.calibration: Calibration | None = None
         """The last one."""
 
-    def learn(self, basis: Basis, sums: Ints) -> Basis:
-        """Take [ranks, SUMS] into account."""
+    def proposes(self) -> list[int]:
+        """The constants of the last fit, to the last bit, as whole numbers."""
+        found = self.calibration.cost.constants if self.calibration is not None else (0.0, 0.0, 0.0)
+        return np.array(found).view(np.int64).tolist()
+
+    def learn(self, basis: Basis, told: Ints) -> Basis:
+        """Take into account what all ranks measured, and what rank 0 proposes: [ranks, SUMS + 3]."""
+        sums, proposed = told[:, :SUMS], Cost(*told[0, SUMS:].view(np.float64).tolist())
+        cost = proposed if proposed.summed(1, 1, 1) > 0 else basis.cost
         computed = (sums[:, 0] > 0) & (sums[:, 1] > 0) & (sums[:, 4] > 0)
         if not computed.any():
-            return basis
+            return basis._replace(cost=cost)
         self._rounds += 1
-        speeds = self._speeds(basis.cost, sums, computed)
+        speeds = self._speeds(cost, sums, computed)
         self._tell(speeds)
-        cost = self._cost(basis.cost, sums[computed], speeds[computed])
+        self._fit(sums[computed], speeds[computed])
         return Basis(cost, speeds)
 
     def _speeds(self, cost: Cost, sums: Ints, computed: NDArray[np.bool_]) -> Floats:
@@ -99,22 +107,19 @@ class Learner:
         found = np.maximum(np.nanmedian(known, axis=0).round(2), _SLOWEST)
         return np.where(np.abs(found - 1.0) <= _SAME, 1.0, found)
 
-    def _cost(self, cost: Cost, sums: Ints, speeds: Floats) -> Cost:
+    def _fit(self, sums: Ints, speeds: Floats) -> None:
         self._products.fade(_KEPT)
         self._products.add(sums[:, :4], sums[:, 4] * 1e-9 * speeds)
-        if self._rounds % _FIT_EVERY:
-            return cost
-        self.calibration = fit(self._products)
-        found = Cost(*(float(f"{value:.4g}") for value in self.calibration.cost.constants))  # the last bits differ
-        return found if found.summed(1, 1, 1) > 0 else cost
+        if self._rounds % _FIT_EVERY == 0:
+            self.calibration = fit(self._products)
 
     def _tell(self, speeds: Floats) -> None:
         before = np.ones_like(speeds) if self._told is None else self._told
-        for rank in np.flatnonzero(np.abs(speeds - before) > _TELL).tolist() if self._leads else ():
-            notice(
-                f"balance.adapt: rank {rank} computes at {speeds[rank]:.2f} of the usual speed, and is given as much"
-            )
-        self._told = np.where(np.abs(speeds - before) > _TELL, speeds, before)
+        changed = np.abs(speeds - before) > _TELL
+        for rank in np.flatnonzero(changed).tolist() if self._leads else ():
+            share = "its full share again" if speeds[rank] == 1 else f"{speeds[rank]:.2f} of the usual share"
+            notice(f"balance.adapt: after {self._rounds} steps rank {rank} is given {share}, which is how fast it is")
+        self._told = np.where(changed, speeds, before)
 
 
 def stated(basis: Basis) -> dict[str, Sequence[float] | None]:

@@ -1,7 +1,8 @@
 """Batches of any trainer as the exchange wants them, and back: mappings and dataclasses of tensors, nested at will.
 
-A tensor has a row per sample. Rows of a padded one are cut to the length of their sample, and padded again to the
-longest of those that come together. `Events` are jagged already. What is no tensor is not of samples, and stays.
+A tensor has a row per sample. Rows of a padded one, which hold their events first, are cut to the length of their
+sample and padded again to the longest of those that come together. `Events` are jagged already. Single numbers and
+words are not of samples, and stay. Anything else is refused: it would stay behind when its samples move.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from freescale.errors import DataError
 
 B = TypeVar("B")
 Leaf = Tensor | Events
+_SINGLE = (bool, int, float, str)
 LENGTH, SAMPLE = "/length", "/sample"
 """Groups of every batch beside its `Events`: what lengths are of, and one row per sample."""
 
@@ -32,12 +34,13 @@ class Form:
         groups = {LENGTH: Events(offsets, {}), SAMPLE: Events(torch.arange(len(lengths) + 1), {})}
 
         def sort(path: str, leaf: Leaf) -> Leaf:
+            _require_rows(path, leaf.offsets[1:] if isinstance(leaf, Events) else leaf, len(lengths))
             if isinstance(leaf, Events):
                 groups[path] = leaf
             elif path in self._padded:
-                groups[LENGTH].features[path] = leaf[_held(path, leaf, lengths)]
+                groups[LENGTH].features[path] = _cut(path, leaf, lengths, self._padded[path])
             else:
-                groups[SAMPLE].features[path] = _of_samples(path, leaf, len(lengths))
+                groups[SAMPLE].features[path] = leaf
             return leaf
 
         mapped(batch, sort)
@@ -50,9 +53,9 @@ class Form:
         def find(path: str, leaf: Leaf) -> Leaf:
             if isinstance(leaf, Events):
                 return groups[path]
-            if path in self._padded:
-                return _padded_again(groups[LENGTH], path, self._padded[path])
-            return groups[SAMPLE][path]
+            padded = path in self._padded
+            found = _padded_again(groups[LENGTH], path, self._padded[path]) if padded else groups[SAMPLE][path]
+            return found.pin_memory() if leaf.is_pinned() else found
 
         return mapped(like, find)
 
@@ -82,18 +85,24 @@ def mapped(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -> B:
         names = [field.name for field in dataclasses.fields(value)]
         changed = {name: mapped(getattr(value, name), change, f"{inside}{name}") for name in names}
         return dataclasses.replace(value, **changed)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not any(isinstance(one, _SINGLE) for one in value):
         parts = [mapped(one, change, f"{inside}{place}") for place, one in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[return-value]
-    return value
+    if value is None or isinstance(value, _SINGLE):
+        return value
+    raise DataError(
+        f"'{path}' of a batch is of type {type(value).__name__}, and would stay behind when samples move",
+        remedy="give what belongs to samples as tensors with a row per sample, or as Events",
+    )
 
 
 def scaled(batch: B, scale: float) -> B:
     """A batch that knows its loss scale."""
+    found = torch.tensor(scale, dtype=torch.float64)  # a tensor, so that it moves to a device with the others
     if isinstance(batch, Mapping):
-        return {**batch, "loss_scale": scale}  # type: ignore[return-value]
+        return {**batch, "loss_scale": found}  # type: ignore[return-value]
     if dataclasses.is_dataclass(batch) and not hasattr(type(batch), "__slots__"):
-        object.__setattr__(batch, "loss_scale", scale)
+        object.__setattr__(batch, "loss_scale", found)
         return batch
     raise DataError(
         f"a batch of type {type(batch).__name__} cannot carry its loss scale",
@@ -101,18 +110,21 @@ def scaled(batch: B, scale: float) -> B:
     )
 
 
-def _of_samples(path: str, values: Tensor, samples: int) -> Tensor:
+def _require_rows(path: str, values: Tensor, samples: int) -> None:
+    if values.device.type != "cpu":
+        raise DataError(
+            f"'{path}' of a batch is on {values.device}, but samples move between CPUs",
+            remedy="balance batches before they are moved to a device",
+        )
     if not values.dim() or len(values) != samples:
         raise DataError(
             f"'{path}' of a batch of {samples} samples has the shape {list(values.shape)}",
             remedy="tensors of a batch have a row per sample; give what is no sample's as a number, or as Events",
         )
-    return values
 
 
-def _held(path: str, values: Tensor, lengths: Tensor) -> Tensor:
-    """Where a padded tensor holds something."""
-    _of_samples(path, values, len(lengths))
+def _cut(path: str, values: Tensor, lengths: Tensor, padding: float) -> Tensor:
+    """What a padded tensor holds, without its padding."""
     width = values.shape[1] if values.dim() > 1 else 0
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > width:
@@ -120,7 +132,13 @@ def _held(path: str, values: Tensor, lengths: Tensor) -> Tensor:
             f"'{path}' is padded to {width}, but a sample has the length {longest}",
             remedy="let `length` give how many entries of a row are no padding",
         )
-    return torch.arange(width) < lengths[:, None]
+    held = torch.arange(width) < lengths[:, None]
+    if not bool((values[~held] == padding).all()):
+        raise DataError(
+            f"'{path}' holds something else than its padding of {padding} behind the end of a sample",
+            remedy="rows must hold their events first and the padding that `padded` names behind them",
+        )
+    return values[held]
 
 
 def _padded_again(events: Events, path: str, value: float) -> Tensor:

@@ -7,23 +7,25 @@
 A step holds the samples that it would hold anyway, dealt so that all ranks compute equally long.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange
+from freescale.balance.exchange import Exchange, hosts_of
 from freescale.balance.form import LENGTH, Form, described, scaled, without_samples
 from freescale.balance.place.placement import Ints, Placement
 from freescale.balance.plan import Planner
 from freescale.balance.sampler import PlacedSamples, placed_loader
 from freescale.config import BalanceConfig
 from freescale.data.ahead import run_ahead
-from freescale.errors import DataError
+from freescale.errors import DataError, UsageError
 from freescale.log import notice
 from freescale.transport.world import apart
 
@@ -56,17 +58,21 @@ class BalancedLoader:
         deadline: float = 600.0,
     ) -> None:
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        plan = _Plan(Planner(cost, rules, ranks=ranks), terms, ranks)
+        rank, ranks = _place()
+        transport = apart(deadline=deadline) if ranks > 1 else None
+        hosts = None if transport is None else hosts_of(transport)
+        plan = _Plan(Planner(cost, rules, ranks=ranks, hosts=hosts), terms, ranks)
         self._batches: _Exchanged | _Placed
         if callable(length):
             path = "samples are exchanged between ranks, behind compute"
-            self._batches = _Exchanged(loader, length, plan, Form(padded or {}), deadline)
+            exchange = None if transport is None else Exchange(transport, plan)
+            self._batches = _Exchanged(loader, length, plan, Form(padded or {}), exchange)
         else:
             path = "every rank reads the samples that it is to compute, and nothing moves"
-            self._batches = _Placed(loader, PlacedSamples(loader, np.asarray(length, dtype=np.int64), plan))
+            lengths = np.asarray(length, dtype=np.int64)
+            self._batches = _Placed(loader, PlacedSamples(loader, lengths, plan, rank=rank, ranks=ranks))
         self.report = plan.report
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank == 0:
             notice(f"balance: {path}" if ranks > 1 else "balance: there is one rank, and nothing to balance")
 
     def __len__(self) -> int:
@@ -76,14 +82,32 @@ class BalancedLoader:
         return iter(self._batches)
 
 
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "several ranks were started, but there is no process group yet that says so",
+            remedy="call torch.distributed.init_process_group before BalancedLoader",
+        )
+    return 0, 1
+
+
 class _Exchanged:
     """Batches whose samples move between ranks."""
 
     def __init__(
-        self, loader: Iterable[Any], length: Callable[[Any], Tensor], plan: "_Plan", form: Form, deadline: float
+        self,
+        loader: Iterable[Any],
+        length: Callable[[Any], Tensor],
+        plan: "_Plan",
+        form: Form,
+        exchange: Exchange | None,
     ) -> None:
         self._loader, self._length, self._plan, self._form = loader, length, plan, form
-        self._exchange = Exchange(apart(deadline=deadline), plan) if plan.ranks > 1 else None
+        self._exchange = exchange
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -96,11 +120,16 @@ class _Exchanged:
 
     def _balanced(self, exchange: Exchange) -> Iterator[Any]:
         """Until no rank has anything left: who ends earlier goes on with what others give."""
+        if self._device is not None:  # each thread has its own, and a DataLoader pins memory for it
+            torch.cuda.set_device(self._device)
         batches, batch = iter(self._loader), None
         while True:
             batch = next(batches, None if batch is None else without_samples(batch))
             if batch is None:
-                raise DataError("the loader of this rank gives no batch at all", remedy="give every rank some samples")
+                raise DataError(
+                    "the loader of this rank gives no batch at all",
+                    remedy="give every rank some samples; an iterator that was used up gives none a second time",
+                )
             groups = self._form.apart(batch, self._length(batch).long())
             self._plan.form = described(groups)
             moved, placement = exchange.balanced(groups)

@@ -11,7 +11,8 @@ from freescale.balance.cost import Cost
 from freescale.balance.place.assign import assign
 from freescale.balance.place.placement import Ints, Placement
 from freescale.config import BalanceConfig
-from freescale.errors import ConfigError
+from freescale.errors import DataError
+from freescale.log import notice
 
 
 class Planner:
@@ -22,7 +23,7 @@ class Planner:
     ) -> None:
         self.basis = Basis(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
-        self._learner = Learner(leads=leads)
+        self._learner, self._leads = Learner(leads=leads), leads
         self._rules, self._ranks, self._hosts = rules, ranks, hosts
         self._sums = np.zeros(4)
 
@@ -43,17 +44,17 @@ class Planner:
                 equal_counts=self._rules.counts == "equal",
             )
         except ValueError as error:
-            raise ConfigError(
-                f"the samples of a step cannot be placed: {error}",
-                key="balance.max_tokens",
-                remedy="raise balance.max_tokens, or lower data.global_batch or data.max_history",
+            raise DataError(
+                "the samples of a step cannot be placed",
+                where=str(error),
+                remedy="raise max_tokens if it is named here, or give fewer or shorter samples in a step",
             ) from error
         self._sums += 1, placement.at_home, placement.max_over_mean, placement.moved_tokens
         return placement
 
     def tells(self) -> Sequence[int]:
         """What this rank has to say before the next plan; as many numbers on every rank."""
-        return self.stopwatch.read() if self.stopwatch is not None else ()
+        return [*self.stopwatch.read(), *self._learner.proposes()] if self.stopwatch is not None else ()
 
     def hears(self, told: Ints) -> None:
         """What all ranks said."""
@@ -65,8 +66,15 @@ class Planner:
         return stated(self.basis)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.basis = restored(state, self._ranks)
+        """Go on from there; but a cost that was set, and not to be learnt, stays."""
+        found = restored(state, self._ranks)
+        fixed = self._rules.cost and not self._rules.adapt
+        self.basis = found._replace(cost=self.basis.cost) if fixed else found
+        slow = {rank: speed for rank, speed in enumerate(() if found.speeds is None else found.speeds) if speed != 1}
+        if slow and not self._rules.adapt and self._leads:
+            notice(
+                f"ranks keep to the speeds that an earlier part of this run measured, against the usual 1.00: {slow}"
+            )
 
     @property
     def calibration(self) -> Calibration | None:

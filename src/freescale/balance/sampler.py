@@ -26,8 +26,19 @@ class Plan(Protocol):
 class PlacedSamples(torch_data.Sampler[list[int]]):
     """The samples of each step on one rank. All ranks' together are those that a DistributedSampler would give them."""
 
-    def __init__(self, loader: Any, lengths: Ints, plan: Plan) -> None:
+    def __init__(self, loader: Any, lengths: Ints, plan: Plan, *, rank: int, ranks: int) -> None:
         self._sampler = _distributed(loader)
+        if (self._sampler.rank, self._sampler.num_replicas) != (rank, ranks):
+            raise UsageError(
+                f"the sampler is that of rank {self._sampler.rank} of {self._sampler.num_replicas}, but this is rank "
+                f"{rank} of {ranks}",
+                remedy="balance over all ranks of the default process group, or exchange: let length be a function",
+            )
+        if len(lengths) != len(loader.dataset):
+            raise UsageError(
+                f"there are {len(lengths)} lengths, but {len(loader.dataset)} samples",
+                remedy="give the length of every sample of the data set, in its order",
+            )
         self._batch, self._drop_last = loader.batch_size, loader.drop_last
         self._lengths, self._plan = lengths, plan
         self.scales: deque[float] = deque()

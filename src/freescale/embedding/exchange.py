@@ -4,12 +4,15 @@ Everything that travels together is one transfer: all ids, and the rows of all t
 another holds the tables in order; what it keeps holds, per table, the ranks in order.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from freescale.embedding.split import Shared, pack, packed_sizes, unpack
 from freescale.embedding.tables import Table, by_dim
 from freescale.embedding.unique import Wanted
 from freescale.transport.c10d import C10d
@@ -18,9 +21,13 @@ Counts = list[list[int]]
 """Rows by rank, then by table."""
 
 
+Masks = dict[str, Tensor]
+"""Per table, which of some ids are meant."""
+
+
 @dataclass(frozen=True)
 class Route:
-    """Which rows of a batch come from where."""
+    """Which rows of a batch, or of a part of it, come from where."""
 
     wanted: Counts
     """What this rank wants of each owner."""
@@ -28,6 +35,23 @@ class Route:
     """What each rank asks of this one."""
     local: dict[str, Tensor]
     """Per table, the own rows that the others ask for, by rank; counted from the first own row."""
+
+    def part(self, wanted: Masks, asked: Masks) -> "Route":
+        """The route of some of the ids: `wanted` of those that this rank wants, `asked` of those asked of it."""
+        return Route(
+            _counted(list(wanted.values()), self.wanted),
+            _counted(list(asked.values()), self.asked),
+            {name: rows[asked[name]] for name, rows in self.local.items()},
+        )
+
+
+class Parts(NamedTuple):
+    """A batch, divided by which of its rows another batch has too."""
+
+    shared: Route
+    others: Route
+    mask: Masks
+    """Of the ids that this rank wants: which are shared."""
 
 
 class Exchange:
@@ -49,6 +73,23 @@ class Exchange:
         first = [table.owned(self._rank, self._ranks).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
         return Route(counts, asked, local)
+
+    def send_split(self, this: Route, following: Route, shared: Mapping[str, Shared]) -> tuple[Parts, Parts]:
+        """Owners say which ids of two batches are in both, one bit each. `shared`: what they found, per table."""
+        names = [table.name for table in self._tables]
+        found = [{name: shared[name].of_this for name in names}, {name: shared[name].of_next for name in names}]
+        asked, wanted = ([a + b for a, b in zip(*sides, strict=True)] for sides in _sides(this, following))
+        bits = _turned([mask.split([c[i] for c in asked]) for i, mask in enumerate(_values(found))])
+        send, receive = ([sum(counts) for counts in side] for side in (asked, wanted))
+        got = self._transport.all_to_all(
+            pack(bits, send), packed_sizes(send), packed_sizes(receive), name="shared ids"
+        ).wait()
+        pieces = unpack(got, receive).split([count for counts in wanted for count in counts])
+        masks = [torch.cat(pieces[i :: 2 * len(names)]) for i in range(2 * len(names))]
+        mine = [dict(zip(names, masks[: len(names)], strict=True)), dict(zip(names, masks[len(names) :], strict=True))]
+        routes = zip((this, following), mine, found, strict=True)
+        one, other = (Parts(r.part(m, f), r.part(_not(m), _not(f)), m) for r, m, f in routes)
+        return one, other
 
     def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Owners give what they were asked for; each rank gets its distinct rows, ascending by id."""
@@ -74,6 +115,27 @@ class Exchange:
         pieces = got.split([count for counts in receive for count in counts])
         tables = len(by_table)
         return [torch.cat(pieces[i::tables]) for i in range(tables)]
+
+
+def _counted(masks: list[Tensor], counts: Counts) -> Counts:
+    """How many of the ids that masks mean go to each rank, by rank and table."""
+    found = []
+    for place, mask in enumerate(masks):
+        ends = torch.tensor([0, *itertools.accumulate(c[place] for c in counts)], device=mask.device)
+        found.append(torch.cat([mask.new_zeros(1), mask]).cumsum(0)[ends].diff().tolist())
+    return [list(of_rank) for of_rank in zip(*found, strict=True)]
+
+
+def _sides(this: Route, following: Route) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
+    return (this.asked, following.asked), (this.wanted, following.wanted)
+
+
+def _values(masks: Sequence[Masks]) -> list[Tensor]:
+    return [mask for of_batch in masks for mask in of_batch.values()]
+
+
+def _not(masks: Masks) -> Masks:
+    return {name: ~mask for name, mask in masks.items()}
 
 
 def _turned(pieces: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -32,19 +32,31 @@ def _among(ids: Tensor, others: Tensor) -> Tensor:
     return ordered[place] == ids
 
 
-def packed_size(bits: int) -> int:
-    """Bytes that so many bits take."""
-    return -(-bits // _BITS)
+def packed_sizes(sizes: Sequence[int]) -> list[int]:
+    """Bytes that masks of so many bits take."""
+    return [-(-size // _BITS) for size in sizes]
 
 
-def pack(masks: Sequence[Tensor]) -> Tensor:
-    """Masks end to end, eight to a byte."""
-    bits = torch.cat(list(masks)).to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % _BITS)).view(-1, _BITS)
-    return (bits << torch.arange(_BITS, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+def pack(masks: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Masks of these sizes, laid end to end, as bits; every mask begins with a byte of its own."""
+    bits = torch.zeros(_BITS * sum(packed_sizes(sizes)), dtype=torch.uint8, device=masks.device)
+    bits[_places(sizes, masks.device)] = masks.to(torch.uint8)
+    return (bits.view(-1, _BITS) << _shifts(masks.device)).sum(1, dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The masks again, of these sizes."""
-    bits = packed[:, None] >> torch.arange(_BITS, dtype=torch.uint8, device=packed.device) & 1
-    return list(bits.flatten()[: sum(sizes)].bool().split(list(sizes)))
+def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The masks again, end to end."""
+    bits = packed[:, None] >> _shifts(packed.device) & 1
+    return bits.flatten()[_places(sizes, packed.device)].bool()
+
+
+def _places(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Where the bits of each mask stand."""
+    of_masks = torch.tensor([sizes, packed_sizes(sizes)], device=device)
+    ends = of_masks.cumsum(1)
+    shift = _BITS * (ends[1] - of_masks[1]) - (ends[0] - of_masks[0])
+    return torch.arange(sum(sizes), device=device) + shift.repeat_interleave(of_masks[0], output_size=sum(sizes))
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(_BITS, dtype=torch.uint8, device=device)

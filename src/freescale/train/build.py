@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from freescale.balance.ahead import BalancedBatches, Batches
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange
+from freescale.balance.exchange import Exchange, hosts_of
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
-from freescale.bubbles.clock import clock_name
 from freescale.bubbles.recorder import Recorder
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
@@ -104,11 +102,11 @@ def build(
         autocast=config.train.precision == "bf16",
     )
     cost = _cost(config, model)
-    planner = _planner(config, world, cost)
+    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder)
     parts = Parts(
         config=config,
         world=world,
-        loader=_batches(config, loader, planner, bubbles.recorder),
+        loader=batches,
         planner=planner,
         steps=steps,
         network=assembly.network,
@@ -132,23 +130,18 @@ def _cost(config: RunConfig, model: Model | None) -> Cost:
     return Cost.of_model(config.model) if model is None else Cost(token=1.0)
 
 
-def _planner(config: RunConfig, world: World, cost: Cost) -> Planner | None:
-    """Samples are balanced where there is somebody to balance with."""
+def _balanced(
+    config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder
+) -> tuple[Batches, Planner | None]:
+    """Batches, and what plans them where there is somebody to balance with."""
     if config.balance.mode == "off" or world.ranks == 1:
-        return None
+        return loader, None
     if config.balance.adapt and world.leads:
         notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
-    names = world.transport.all_gather(torch.tensor([clock_name()], device=world.device), name="hosts").wait()
-    hosts = np.unique(names.cpu().numpy(), return_inverse=True)[1].ravel()
-    return Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
-
-
-def _batches(config: RunConfig, loader: Loader, planner: Planner | None, recorder: Recorder) -> Batches:
-    if planner is None:
-        return loader
     transport = apart(deadline=config.train.deadline)
+    planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts_of(transport), leads=world.leads)
     transport.watcher = lambda name: recorder.arrive(name, "samples", alone=True)
-    return BalancedBatches(loader, Exchange(transport, planner))
+    return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 
 def _steps(config: RunConfig, loader: Loader) -> int:

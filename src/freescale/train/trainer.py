@@ -92,7 +92,7 @@ class Trainer:
         if self._generator in tensors:
             torch.set_rng_state(tensors[self._generator])
         parts.loader.load_state_dict(facts["cursor"])
-        if parts.planner is not None and facts["balance"] is not None and not parts.config.balance.cost:
+        if parts.planner is not None and facts["balance"] is not None:
             parts.planner.load_state_dict(facts["balance"])
         self.done = parts.bubbles.step = int(facts["step"])
         self._journal.say(f"resumed from {checkpoint} at step {self.done}")
