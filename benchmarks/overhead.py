@@ -48,11 +48,10 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
         unique, index = deduplicate(inputs.ids["item"], rows=items)
         wanted = {"item": Wanted(unique, index)}
         route = tables.send_ids(wanted)
-        looked_up = tables.look_up(route, lr=0.05)
-        rows = tables.send_rows(route, looked_up)["item"].requires_grad_()
+        rows = tables.send_rows(route, tables.look_up(route))["item"].requires_grad_()
         (parallel(inputs, wanted, {"item": rows}) / count).backward()
         assert rows.grad is not None
-        tables.update(looked_up, tables.send_gradients(route, {"item": rows.grad}))
+        tables.update(route, tables.send_gradients(route, {"item": rows.grad}), lr=0.05)
         optimizer.step()
         optimizer.zero_grad()
 

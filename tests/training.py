@@ -102,9 +102,9 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
     trainer.parts.optimizer.register_step_pre_hook(keep)
     batch = next(iter(Loader(config.data, seed=config.seed)))
     flight = trainer.parts.step.run(_share(batch, place, world), Rates(dense=0.1, tables=0.1))
-    assert flight.looked_up is not None
+    assert flight.route is not None
     assert trainer.parts.tables is not None
-    for name, rows in flight.looked_up.local.items():
+    for name, rows in flight.route.local.items():
         of_table = torch.zeros_like(trainer.parts.tables.shard.state()[name])
         found[name] = of_table.index_add(0, rows, flight.gradients[name])
     return flight.loss, {name: value.numpy() for name, value in found.items()}

@@ -12,6 +12,7 @@ from freescale.embedding import plan
 from freescale.embedding.exchange import Exchange
 from freescale.embedding.fused import FusedShard
 from freescale.embedding.plain import PlainShard
+from freescale.embedding.shard import Shard
 from freescale.embedding.sharded import shard_tables
 from freescale.embedding.split import split
 from freescale.embedding.tables import Table
@@ -141,9 +142,9 @@ def compare(world: World, optimizer: str) -> float:
         }
         gradients = {t.name: torch.randn(len(local[t.name]), t.dim, generator=generator) for t in TABLES}
         for shard in (fused, plain):
-            looked_up = shard.look_up(local, lr=0.1 / (step + 1))
-            shard.look_up(local, lr=99.0)  # a later step's lookup must not change this step's learning rate
-            shard.update(looked_up, gradients)
+            read = shard.look_up(local)
+            assert all(torch.equal(read[name], shard.state()[name][rows]) for name, rows in local.items())
+            shard.update(local, gradients, lr=0.1 / (step + 1))
     ours, theirs = plain.state(), fused.state()
     assert ours.keys() == theirs.keys()
     apart = [(theirs[n].view_as(ours[n]) - ours[n]).abs() / (1 + ours[n].abs()) for n in ours if len(ours[n])]
@@ -155,6 +156,44 @@ def test_fbgemm_updates_rows_as_plain_torch_does_with_duplicates_and_the_rate_of
     groups: dict[int, Ranks], optimizer: str
 ) -> None:
     assert max(groups[2].run(compare, optimizer)) < 1e-5
+
+
+def in_parts(world: World, optimizer: str, fused: bool) -> bool:
+    """Change rows at once and, in a copy, first those that some mask means and then the others."""
+    config, group = TablesConfig(optimizer=optimizer, lr=0.1), dist.group.WORLD  # type: ignore[arg-type]
+    assert group is not None
+    shards: list[Shard] = [
+        FusedShard(TABLES, config, group, torch.device("cpu"))
+        if fused
+        else PlainShard(TABLES, config, rank=world.rank, ranks=world.ranks, dtype=torch.float64)
+        for _ in range(2)
+    ]
+    generator = torch.Generator().manual_seed(world.rank)
+    for shard in shards:
+        for table in TABLES:
+            table.fill(shard.state()[table.name], 0, seed=1, deviation=1.0)
+    for step in range(20):
+        owned = {table.name: len(table.owned(world.rank, world.ranks)) for table in TABLES}
+        local = {
+            n: torch.randint(0, max(1, rows), (60 if rows else 0,), generator=generator) for n, rows in owned.items()
+        }
+        dtype = torch.float32 if fused else torch.float64
+        gradients = {t.name: torch.randn(len(local[t.name]), t.dim, generator=generator, dtype=dtype) for t in TABLES}
+        shards[0].update(local, gradients, lr=0.1 / (step + 1))
+        for part in (0, 1):
+            meant = {name: (rows * 7919 + step) % 3 % 2 == part for name, rows in local.items()}
+            some = {name: rows[meant[name]] for name, rows in local.items()}
+            shards[1].update(some, {name: g[meant[name]] for name, g in gradients.items()}, lr=0.1 / (step + 1))
+    one, other = (shard.state() for shard in shards)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fbgemm", "plain"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_rows_that_are_changed_in_two_parts_are_bitwise_those_that_are_changed_at_once(
+    groups: dict[int, Ranks], optimizer: str, fused: bool
+) -> None:
+    assert all(groups[2].run(in_parts, optimizer, fused))
 
 
 def told(world: World) -> list[str]:

@@ -6,6 +6,7 @@ and rows travel by our own exchange, so from TorchRec's modules only the lookup 
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from freescale.config import TablesConfig
-from freescale.embedding.shard import LookedUp
 from freescale.embedding.tables import Table, by_dim
 from freescale.errors import ConfigError, reason
 
@@ -45,19 +45,19 @@ class FusedShard:
         self, tables: Sequence[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._groups = [_Group(group_tables, config, group, device) for group_tables in by_dim(tables)]
+        self._lock = threading.Lock()
 
-    def look_up(self, local: dict[str, Tensor], *, lr: float) -> LookedUp:
-        """Read rows. FBGEMM takes the learning rate of an update from the lookup before it, so it is set here."""
-        outputs = [group.look_up(local, lr) for group in self._groups]
-        rows: dict[str, Tensor] = {}
-        for group, output in zip(self._groups, outputs, strict=True):
-            rows |= group.by_table(output.detach(), local)
-        return LookedUp(rows, local, lr, outputs)
+    def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Read rows where they live: FBGEMM's own lookup would keep them for a backward pass."""
+        weights = {name: values for group in self._groups for name, values in group.weights.items()}
+        return {name: weights[name].index_select(0, rows) for name, rows in local.items()}
 
-    def update(self, looked_up: LookedUp, gradients: dict[str, Tensor]) -> None:
-        """Run the backward pass of the lookup, which holds the optimizer."""
-        for group, output in zip(self._groups, looked_up.source, strict=True):
-            output.backward(torch.cat([gradients[name] for name in group.names]).view_as(output))
+    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: float) -> None:
+        """Run the backward pass of a lookup, which holds the optimizer."""
+        with self._lock:  # the learning rate is FBGEMM's, not the lookup's
+            for group in self._groups:
+                output = group.look_up(local, lr)
+                output.backward(torch.cat([gradients[name] for name in group.names]).view_as(output))
 
     def state(self) -> dict[str, Tensor]:
         """Weights and sums of squares."""
@@ -74,11 +74,11 @@ class _Group:
         self, tables: list[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.names = [table.name for table in tables]
-        self._dim = tables[0].dim
         sharded = _sharded(tables, config, group, device)
         (self._lookup,) = sharded._lookups
         (kernel,) = self._lookup._emb_modules
         self._kernel = kernel.emb_module
+        self.weights: dict[str, Tensor] = dict(zip(self.names, self._kernel.split_embedding_weights(), strict=True))
 
     def look_up(self, local: dict[str, Tensor], lr: float) -> Tensor:
         self._kernel.set_learning_rate(lr)
@@ -86,14 +86,9 @@ class _Group:
         lengths = torch.tensor([len(local[name]) for name in self.names], device=values.device)
         return self._lookup(KeyedJaggedTensor(keys=self.names, values=values, lengths=lengths))
 
-    def by_table(self, output: Tensor, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts = output.view(-1, self._dim).split([len(local[name]) for name in self.names])
-        return dict(zip(self.names, parts, strict=True))
-
     def state(self) -> dict[str, Tensor]:
-        found = dict(zip(self.names, self._kernel.split_embedding_weights(), strict=True))
         sums = self._kernel.split_optimizer_states()  # none for SGD
-        return found | {f"{name}.sum": state[0] for name, state in zip(self.names, sums, strict=False)}
+        return self.weights | {f"{name}.sum": state[0] for name, state in zip(self.names, sums, strict=False)}
 
 
 def _sharded(tables: list[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from freescale.config import TablesConfig
-from freescale.embedding.shard import LookedUp
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import deduplicate
 
@@ -23,22 +22,22 @@ class PlainShard:
         width = {"rowwise_adagrad": lambda _: 1, "adagrad": lambda t: t.dim, "sgd": lambda _: 0}[config.optimizer]
         self._sums = {t.name: torch.zeros(owned[t.name], width(t), dtype=dtype) for t in tables}
 
-    def look_up(self, local: dict[str, Tensor], *, lr: float) -> LookedUp:
+    def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read rows."""
-        return LookedUp({name: self._weights[name][rows] for name, rows in local.items()}, local, lr, [])
+        return {name: self._weights[name][rows] for name, rows in local.items()}
 
-    def update(self, looked_up: LookedUp, gradients: dict[str, Tensor]) -> None:
+    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: float) -> None:
         """One change per row, from the sum of its gradients."""
         for name, gradient in gradients.items():
             weight, sums = self._weights[name], self._sums[name]
-            rows, index = deduplicate(looked_up.local[name], rows=len(weight))
+            rows, index = deduplicate(local[name], rows=len(weight))
             total = weight.new_zeros(len(rows), weight.shape[1]).index_add(0, index, gradient)
             if self._config.optimizer == "sgd":
-                weight[rows] -= looked_up.lr * total
+                weight[rows] -= lr * total
                 continue
             square = total.square()
             sums[rows] += square if self._config.optimizer == "adagrad" else square.mean(1, keepdim=True)
-            weight[rows] -= looked_up.lr * total / (sums[rows].sqrt() + self._config.eps)
+            weight[rows] -= lr * total / (sums[rows].sqrt() + self._config.eps)
 
     def state(self) -> dict[str, Tensor]:
         """Weights and sums of squares."""

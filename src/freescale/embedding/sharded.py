@@ -9,7 +9,7 @@ from torch import Tensor
 from freescale.config import TablesConfig
 from freescale.embedding.exchange import Exchange, Route
 from freescale.embedding.plain import PlainShard
-from freescale.embedding.shard import LookedUp, Shard
+from freescale.embedding.shard import Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
 from freescale.log import notice
@@ -27,26 +27,26 @@ class ShardedTables:
         """Ask the owners for rows."""
         return self._exchange.send_ids(wanted)
 
-    def look_up(self, route: Route, *, lr: float) -> LookedUp:
+    def look_up(self, route: Route) -> dict[str, Tensor]:
         """Read the rows that all ranks asked this one for."""
-        return self.shard.look_up(route.local, lr=lr)
+        return self.shard.look_up(route.local)
 
-    def send_rows(self, route: Route, looked_up: LookedUp) -> dict[str, Tensor]:
+    def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Give them to who asked, and get one's own."""
-        return self._exchange.send_rows(route, looked_up.rows)
+        return self._exchange.send_rows(route, rows)
 
     def send_gradients(self, route: Route, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Send the gradients of the rows to their owners."""
         return self._exchange.send_gradients(route, gradients)
 
-    def update(self, looked_up: LookedUp, gradients: dict[str, Tensor]) -> None:
+    def update(self, route: Route, gradients: dict[str, Tensor], *, lr: float) -> None:
         """Change the rows."""
-        self.shard.update(looked_up, gradients)
+        self.shard.update(route.local, gradients, lr=lr)
 
     def read(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
         """Rows of distinct ids, when nothing will be updated. Every rank must take part."""
         route = self.send_ids(wanted)
-        return self.send_rows(route, self.look_up(route, lr=0.0))
+        return self.send_rows(route, self.look_up(route))
 
 
 def shard_tables(

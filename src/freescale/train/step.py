@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.bubbles.recorder import Recorder
 from freescale.data.batch import Batch
 from freescale.embedding.exchange import Route
-from freescale.embedding.shard import LookedUp
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
 from freescale.overlap.schedule import Schedule
@@ -48,7 +47,7 @@ class Flight:
     count: int = 0
     """Terms of the loss: of this rank, and once agreed of all ranks."""
     route: Route | None = None
-    looked_up: LookedUp | None = None
+    looked_up: dict[str, Tensor] | None = None
     """Own rows that all ranks asked for."""
     rows: dict[str, Tensor] | None = None
     """Rows that travelled here. Their gradients gather in them."""
@@ -111,7 +110,7 @@ class Step:
 
     def look_up(self, flight: Flight, _part: int) -> None:
         """Read the own rows that all ranks asked for."""
-        flight.looked_up = self._sharded.look_up(given(flight.route), lr=flight.rates.tables)
+        flight.looked_up = self._sharded.look_up(given(flight.route))
 
     def send_rows(self, flight: Flight, _part: int) -> None:
         """Send them to who asked. What arrives here is where gradients will gather."""
@@ -137,7 +136,7 @@ class Step:
 
     def update_rows(self, flight: Flight, _part: int) -> None:
         """Change the own rows, each once."""
-        self._sharded.update(given(flight.looked_up), flight.gradients)
+        self._sharded.update(given(flight.route), flight.gradients, lr=flight.rates.tables)
 
     def update_dense(self, flight: Flight, _part: int) -> None:
         """Change the dense part, the same on every rank."""
