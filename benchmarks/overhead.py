@@ -39,7 +39,7 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
     assembly = assemble(config, world, model_of(config, items=items))
     network, tables = assembly.network, assembly.tables
     assert tables is not None
-    parallel = data_parallel(network, world.group)
+    exchange, parallel = tables.exchanges["urgent"], data_parallel(network, world.group)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(batch: Batch) -> None:
@@ -47,11 +47,11 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
         count = world.transport.total(inputs.count, name="bare count")
         unique, index = deduplicate(inputs.ids["item"], rows=items)
         wanted = {"item": Wanted(unique, index)}
-        route = tables.send_ids(wanted)
-        rows = tables.send_rows(route, tables.look_up(route))["item"].requires_grad_()
+        route = exchange.send_ids(wanted)
+        rows = exchange.send_rows(route, tables.look_up(route))["item"].requires_grad_()
         (parallel(inputs, wanted, {"item": rows}) / count).backward()
         assert rows.grad is not None
-        tables.update(route, tables.send_gradients(route, {"item": rows.grad}), lr=0.05)
+        tables.update(route, exchange.send_gradients(route, {"item": rows.grad}), lr=0.05)
         optimizer.step()
         optimizer.zero_grad()
 

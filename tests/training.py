@@ -86,6 +86,7 @@ def placed(
     for batch in list(Loader(config.data, seed=config.seed))[:steps]:
         rates = Rates(dense=config.train.lr, tables=config.tables.lr)
         losses.append(trainer.parts.step.run(_share(batch, place, world), rates).loss)
+    trainer.parts.step.settle()
     return losses, held(trainer)
 
 
@@ -102,11 +103,13 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
     trainer.parts.optimizer.register_step_pre_hook(keep)
     batch = next(iter(Loader(config.data, seed=config.seed)))
     flight = trainer.parts.step.run(_share(batch, place, world), Rates(dense=0.1, tables=0.1))
+    trainer.parts.step.settle()
+    arrived = flight.put_off or flight.gradients
     assert flight.route is not None
     assert trainer.parts.tables is not None
     for name, rows in flight.route.local.items():
         of_table = torch.zeros_like(trainer.parts.tables.shard.state()[name])
-        found[name] = of_table.index_add(0, rows, flight.gradients[name])
+        found[name] = of_table.index_add(0, rows, arrived[name])
     return flight.loss, {name: value.numpy() for name, value in found.items()}
 
 

@@ -97,11 +97,24 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
         changed(
             **{
                 name: lambda o: replace(o, batch=2, after=tuple(a for a in o.after if isinstance(a, str)))
-                for name in ("prepare", "send_ids", "split", "look_up_exclusive", "send_exclusive_rows")
+                for name in (
+                    "prepare",
+                    "agree",
+                    "send_ids",
+                    "split",
+                    "send_split",
+                    "look_up_exclusive",
+                    "send_exclusive_rows",
+                )
             }
         ),
         "look_up_exclusive",
         "update_deferred",
+    ),
+    "shared rows are read before it is known which they are": (
+        changed(look_up_collision=without("send_split"), send_urgent_gradients=without(("send_split", 1))),
+        "look_up_collision",
+        "split",
     ),
     "one slot for rows": (with_slots(rows=1), "send_exclusive_rows", "rows"),
     "two slots for ids": (with_slots(ids=2), "send_ids", "ids"),

@@ -12,7 +12,9 @@ CAUSES = (*COMPUTE, "straggler", *TRAFFIC, "data", "host", "idle")
 
 
 class Span(NamedTuple):
-    """Something that a rank did for a while: a kind of compute, `data` (waiting for a batch) or `host`."""
+    """Something that a rank did for a while: a kind of compute, `data` (waiting for a batch), `host`, or waiting for
+    traffic that goes on in a thread of its own.
+    """
 
     kind: str
     begin: int

@@ -84,6 +84,15 @@ class Recorder:
             self._spans.append((kind, begin, self._clock.mark()))
             self._kind = before
 
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """This rank can do nothing but wait for something that goes on behind the step, in a thread of its own."""
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._spans.append((cause if cause in TRAFFIC else "host", begin, self._clock.mark()))
+
     def each(self, cause: str, values: Iterable[T]) -> Iterator[T]:
         """Pass values on; waiting for one is of this cause."""
         coming = iter(values)

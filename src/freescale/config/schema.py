@@ -119,6 +119,8 @@ class TablesConfig:
     """Keeps Adagrad from dividing by nothing."""
     init: float = 0.02
     """Rows begin uniform in [-init, init] times the square root of 3, so this is their deviation."""
+    overlap: Literal["on", "off"] = "on"
+    """on: rows of sharded tables that two consecutive batches do not share travel behind compute. Same result."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "init"):

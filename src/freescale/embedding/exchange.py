@@ -36,6 +36,11 @@ class Route:
     local: dict[str, Tensor]
     """Per table, the own rows that the others ask for, by rank; counted from the first own row."""
 
+    def nothing(self) -> "Route":
+        """A route of the same tables and ranks without any rows."""
+        none = [[0] * len(counts) for counts in self.wanted]
+        return Route(none, none, {name: rows[:0] for name, rows in self.local.items()})
+
     def part(self, wanted: Masks, asked: Masks) -> "Route":
         """The route of some of the ids: `wanted` of those that this rank wants, `asked` of those asked of it."""
         return Route(

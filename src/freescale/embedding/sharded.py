@@ -17,36 +17,34 @@ from freescale.transport.c10d import C10d
 
 
 class ShardedTables:
-    """A step calls the methods in the order in which they stand here."""
+    """The own rows, and what moves rows: an exchange per lane."""
 
     def __init__(self, tables: Sequence[Table], shard: Shard, transport: C10d) -> None:
         self.tables, self.shard = list(tables), shard
-        self._exchange = Exchange(tables, transport)
+        self.exchanges = {"urgent": Exchange(tables, transport)}
 
-    def send_ids(self, wanted: Mapping[str, Wanted]) -> Route:
-        """Ask the owners for rows."""
-        return self._exchange.send_ids(wanted)
+    def add_lane(self, name: str, transport: C10d) -> None:
+        """Let rows travel apart from what is urgent."""
+        self.exchanges[name] = Exchange(self.tables, transport)
 
     def look_up(self, route: Route) -> dict[str, Tensor]:
         """Read the rows that all ranks asked this one for."""
         return self.shard.look_up(route.local)
 
-    def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give them to who asked, and get one's own."""
-        return self._exchange.send_rows(route, rows)
-
-    def send_gradients(self, route: Route, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send the gradients of the rows to their owners."""
-        return self._exchange.send_gradients(route, gradients)
-
     def update(self, route: Route, gradients: dict[str, Tensor], *, lr: float) -> None:
-        """Change the rows."""
+        """Change those rows."""
         self.shard.update(route.local, gradients, lr=lr)
+
+    def room(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
+        """Where rows of distinct ids will lie."""
+        state = self.shard.state()
+        return {t.name: state[t.name].new_empty(len(wanted[t.name].unique), t.dim) for t in self.tables}
 
     def read(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
         """Rows of distinct ids, when nothing will be updated. Every rank must take part."""
-        route = self.send_ids(wanted)
-        return self.send_rows(route, self.look_up(route))
+        exchange = self.exchanges["urgent"]
+        route = exchange.send_ids(wanted)
+        return exchange.send_rows(route, self.look_up(route))
 
 
 def shard_tables(

@@ -114,6 +114,7 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
     compute = _compute(micro_batches, ("agree", "send_exclusive_rows", "send_collision_rows"))
     last = compute[-1].key
     deferred = (
+        Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),
         Operation("send_deferred_gradients", "deferred", "row gradients", (last,), batch=-1, uses=("ids", "gradients")),
         Operation(
             "update_deferred",
@@ -126,15 +127,15 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
         ),
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=("ids",)),
-        Operation("send_split", "deferred", "ids", ("split",), batch=1, uses=("ids",)),
+        Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=("ids",)),
         Operation(
             "look_up_exclusive",
             "deferred",
             "forward",
-            ("split", ("update_deferred", -2)),
+            ("send_split", ("update_deferred", -2)),
             batch=1,
             reads=("exclusive",),
-            uses=("ids",),
+            uses=("ids", "split"),
         ),
         Operation("send_exclusive_rows", "deferred", "deferred rows", ("look_up_exclusive",), batch=1, fills="rows"),
     )
@@ -153,10 +154,10 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
             "look_up_collision",
             "compute",
             "forward",
-            ("split", ("update_urgent", -1)),
+            ("send_split", ("update_urgent", -1)),
             batch=1,
             reads=("collision",),
-            uses=("ids",),
+            uses=("ids", "split"),
         ),
         Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
     )
@@ -164,12 +165,11 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
         (
             Operation("prepare", "host", "host", batch=1),
             *deferred,
-            Operation("agree", "urgent", "other traffic", ("prepare",)),
             *compute,
             *urgent,
             Operation("update_dense", "compute", "optimizer", (last,)),
         ),
-        {"ids": 3, "rows": 2, "gradients": 2},
+        {"ids": 3, "split": 2, "rows": 2, "gradients": 2},
     )
 
 

@@ -23,13 +23,14 @@ from freescale.log import notice
 from freescale.models.protocol import Model
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
-from freescale.overlap.schedule import serial
+from freescale.overlap.hazards import require_safe
+from freescale.overlap.schedule import overlapped, serial
 from freescale.train.evaluate import evaluation_of
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
-from freescale.transport.world import World, apart
+from freescale.transport.world import World, apart, beside
 
 _STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
@@ -90,13 +91,22 @@ def build(
     world.transport.watcher = bubbles.recorder.arrive
     parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
+    overlaps = assembly.tables is not None and config.tables.overlap == "on" and world.ranks > 1
+    parts_of_step = config.train.micro_batches
+    schedule = (
+        overlapped(micro_batches=parts_of_step)
+        if overlaps
+        else serial(sharded=assembly.tables is not None, micro_batches=parts_of_step)
+    )
+    require_safe(schedule)
     step = Step(
         parallel,
         assembly.tables,
         optimizer,
-        serial(sharded=assembly.tables is not None, micro_batches=config.train.micro_batches),
+        schedule,
         world,
         bubbles.recorder,
+        deferred=beside(world, deadline=config.train.deadline) if overlaps else None,
         micro_batches=config.train.micro_batches,
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -64,6 +64,7 @@ class Trainer:
         self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
         parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
         self._meter = _Meter()
+        self._cursor = parts.loader.state_dict()
         self._asked_at = 0.0
 
     def fit(self) -> bool:
@@ -104,23 +105,38 @@ class Trainer:
         self._journal.close()
 
     def _run(self) -> bool:
-        stopped, bubbles = False, self.parts.bubbles
+        stopped, bubbles, step = False, self.parts.bubbles, self.parts.step
         bubbles.restart()
-        while self.done < self.parts.steps and not stopped:
-            for batch in bubbles.each("data", self.parts.loader):
-                flight = self.parts.step.run(batch, self._rates(), stop=self._asked_at > 0)
-                self.done += 1
-                with self.parts.world.transport.named("bubbles"):
-                    bubbles.end_step(self._work(batch))
-                stopped = flight.stop
-                with bubbles.during("host"):
-                    self._tell_if_due(flight)
-                self._evaluate_if_due()
-                with bubbles.during("host"):
-                    self._save_if_due(stopped)
-                if stopped or self.done == self.parts.steps:
-                    break
+        batches = bubbles.each("data", self._batches())
+        taken = next(batches, None)
+        while taken is not None and not stopped:
+            batch, self._cursor = taken
+            taken = next(batches, None) if step.looks_ahead else None
+            following = None if taken is None else taken[0]
+            flight = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
+            self.done += 1
+            with self.parts.world.transport.named("bubbles"):
+                bubbles.end_step(self._work(batch))
+            stopped = flight.stop
+            with bubbles.during("host"):
+                self._tell_if_due(flight)
+            self._evaluate_if_due()
+            with bubbles.during("host"):
+                self._save_if_due(stopped)
+            if not step.looks_ahead and not stopped:
+                taken = next(batches, None)
+        step.close()
         return stopped and self.done < self.parts.steps
+
+    def _batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
+        """All batches that are still to be computed, and where the loader stands behind each."""
+        left = self.parts.steps - self.done
+        while left > 0:
+            for batch in self.parts.loader:
+                yield batch, self.parts.loader.state_dict()
+                left -= 1
+                if not left:
+                    return
 
     def _work(self, batch: Batch) -> float:
         """What the cost model thinks of this rank's part of a step. Its time will be told later."""
@@ -152,6 +168,7 @@ class Trainer:
         due = self.done == self.parts.steps or (every and self.done % (steps * every) == 0)
         if self.parts.evaluate is None or not due:
             return
+        self.parts.step.settle()
         metrics = self.parts.evaluate()
         self._journal.write({"kind": "evaluate", "step": self.done, **metrics})
         told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
@@ -162,6 +179,7 @@ class Trainer:
     def _save_if_due(self, stopped: bool) -> None:
         every = self._train.save_every or len(self.parts.loader)
         if stopped or self.done == self.parts.steps or self.done % every == 0:
+            self.parts.step.settle()
             self._store.save(self.done, self._tensors(), self._facts())
         if stopped and self.done < self.parts.steps:
             self._journal.say(f"asked to stop: saving step {self.done}; --resume continues from here")
@@ -180,7 +198,7 @@ class Trainer:
         return {
             "step": self.done,
             "ranks": self.parts.world.ranks,
-            "cursor": self.parts.loader.state_dict(),
+            "cursor": self._cursor,
             "balance": self.parts.planner.state_dict() if self.parts.planner is not None else None,
             "config": to_toml(self.parts.config),
         }

@@ -55,6 +55,13 @@ def apart(*, deadline: float) -> C10d:
     return C10d(group, dist.distributed_c10d._get_default_store(), deadline=deadline)
 
 
+def beside(world: World, *, deadline: float) -> C10d:
+    """Transfers between the same devices in a group of their own, which neither wait for nor hold up the others."""
+    group = dist.new_group(timeout=timedelta(seconds=deadline))
+    assert isinstance(group, dist.ProcessGroup)
+    return C10d(group, world.transport.peers.store, deadline=deadline)
+
+
 def leave() -> None:
     """End the group, so that no rank is left waiting."""
     dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""Promise: rows that travel behind compute teach, to the last bit, what rows teach that are waited for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freescale.config import RunConfig
+from freescale.overlap.executor import Executor
+from freescale.overlap.schedule import overlapped
+from freescale.train.build import build
+from tests.ranks import Ranks, World
+from tests.training import Arrays, held, joined, same, small, whole
+
+STEPS = 40
+
+
+def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> tuple[list[float], Arrays]:
+    """This rank's losses, and what it holds in the end."""
+    trainer = build(config, joined(world), Path(folder))
+    step = trainer.parts.step
+    if one_thread:
+        step._executor = Executor(overlapped(), step._do, step._recorder.waiting, strictly_serial=True)
+    run, losses = step.run, []
+
+    def noting(*words: Any, **more: Any) -> Any:
+        flight = run(*words, **more)
+        losses.append(flight.loss)
+        return flight
+
+    step.run = noting  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    return losses, held(trainer)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_overlapped_is_bitwise_serial(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, optimizer: str, precision: str
+) -> None:
+    found = []
+    for overlap, one_thread in (("off", False), ("on", True), ("on", False)):
+        config = small(
+            log,
+            tables={"overlap": overlap, "optimizer": optimizer},
+            train={"max_steps": STEPS, "epochs": 10, "precision": precision, "save_every": 7, "evaluate_every": 1},
+        )
+        parts = groups[ranks].run(trained, config, str(tmp_path / f"{overlap}-{one_thread}"), one_thread)
+        found.append(([losses for losses, _ in parts], whole([arrays for _, arrays in parts])))
+    (losses, arrays), *others = found
+    for other_losses, other_arrays in others:
+        assert other_losses == losses
+        assert same(other_arrays, arrays)
