@@ -59,26 +59,22 @@ class Compute:
 
 
 def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) -> RunConfig:
-    base = [
-        "--data.path",
-        options.data,
-        "--data.max-history",
-        str(LONGEST),
-        "--data.global-batch",
-        str(RANKS * SAMPLES),
-    ]
-    base += ["--data.split", "none", "--train.max-steps", str(steps), "--train.epochs", "100", "--seed", str(seed)]
-    base += [
-        "--model.dim",
-        str(options.dim),
-        "--model.layers",
-        "2",
-        "--task.negatives",
-        "32",
-        "--train.save-every",
-        str(10**9),
-    ]
-    return resolve("tiny", [*base, "--train.log-every", "1000000", *words])
+    fields = {
+        "seed": seed,
+        "data.path": options.data,
+        "data.max-history": LONGEST,
+        "data.global-batch": RANKS * SAMPLES,
+        "data.split": "none",
+        "model.dim": options.dim,
+        "model.layers": 2,
+        "task.negatives": 32,
+        "tables.overlap": "off",
+        "train.max-steps": steps,
+        "train.epochs": 100,
+        "train.save-every": 10**9,
+        "train.log-every": 10**6,
+    }
+    return resolve("tiny", [*(word for name, value in fields.items() for word in (f"--{name}", str(value))), *words])
 
 
 def trained(config: RunConfig, world: World, folder: Path, model: Timed | None = None) -> Any:

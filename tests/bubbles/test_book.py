@@ -205,3 +205,11 @@ def test_names_of_one_step_are_told_apart() -> None:
     recorder = Recorder(0)
     flights = [recorder.arrive("ids") for _ in range(3)]
     assert len({flight.name for flight in flights}) == 3
+
+
+def test_what_goes_on_behind_the_step_does_not_change_the_names_of_what_all_ranks_come_to() -> None:
+    """A thread runs ahead on one rank and lags on another, so its transfers come in between at any place."""
+    one, other = Recorder(0), Recorder(1)
+    one.arrive("rows", "deferred rows", alone=True)
+    names = [recorder.arrive("rows").name for recorder in (one, other)]
+    assert names[0] == names[1]

@@ -109,6 +109,7 @@ class Recorder:
         `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last.
         """
         clock = _HOST if alone else self._clock
+        name = f"{name} behind the step" if alone else name  # or it would count among those that all ranks come to
         with self._lock:
             self._names[name] += 1
             unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"

@@ -4,8 +4,10 @@ Run strictly serially, the same operations are done in the same order, one after
 must be the same to the last bit.
 """
 
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from freescale.overlap.schedule import Operation, Schedule
@@ -23,7 +25,7 @@ class Executor:
         self._schedule, self._do, self._waits = schedule, do, waits
         deferred = any(operation.lane == "deferred" for operation in schedule.operations)
         self.overlaps = deferred and not strictly_serial
-        self._lane = ThreadPoolExecutor(1, thread_name_prefix="freescale-deferred") if self.overlaps else None
+        self._lane = _Thread() if self.overlaps else None
         self._cause = {operation.key: operation.cause for operation in schedule.operations}
         self._deferred: dict[tuple[str, int], Future[None]] = {}
         self._early: set[tuple[str, int]] = set()
@@ -51,13 +53,13 @@ class Executor:
     def close(self) -> None:
         """End the thread."""
         if self._lane is not None:
-            self._lane.shutdown(cancel_futures=True)
+            self._lane.end()
 
     def _issue(self, operation: Operation, step: int) -> None:
         batch = step + operation.batch
         if operation.lane == "deferred" and self._lane is not None:
             # What it waits for was issued before it: on this lane, which does one thing at a time, or on others, done.
-            self._deferred[operation.key, batch] = self._lane.submit(self._do, operation, batch)
+            self._deferred[operation.key, batch] = self._lane.submit(lambda: self._do(operation, batch))
             return
         for key, of_batch in operation.needs():
             self._wait_for(key, step + of_batch)
@@ -72,3 +74,33 @@ class Executor:
             return
         with self._waits(self._cause[key]):
             future.result()
+
+
+class _Thread:
+    """Does one thing after another; nothing more once something has failed. It keeps no process from ending."""
+
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        threading.Thread(target=self._work, name="freescale-deferred", daemon=True).start()
+
+    def submit(self, does: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._orders.put((future, does))
+        return future
+
+    def end(self) -> None:
+        self._orders.put(None)
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            future, does = order
+            try:
+                if self._failed is None:
+                    does()
+            except BaseException as error:  # whatever it is, it belongs to who waits
+                self._failed = error
+            if self._failed is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self._failed)

@@ -1,0 +1,91 @@
+"""Promise: operations run in an order that the schedule allows; an error behind the step is raised in front of it."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from freescale.overlap.executor import Executor
+from freescale.overlap.schedule import Operation, overlapped, serial
+
+STEPS = 6
+
+
+@contextlib.contextmanager
+def nothing(_: str) -> Iterator[None]:
+    yield
+
+
+def ran(strictly_serial: bool, seed: int, settle_after: frozenset[int] = frozenset()) -> list[tuple[str, int, str]]:
+    """What was begun and what ended, in order, if everything takes a random time."""
+    rng, lock = np.random.default_rng(seed), threading.Lock()
+    events: list[tuple[str, int, str]] = []
+
+    def do(operation: Operation, batch: int) -> None:
+        with lock:
+            events.append((operation.key, batch, "begins"))
+            seconds = float(rng.exponential() * 5e-4)
+        time.sleep(seconds)
+        with lock:
+            events.append((operation.key, batch, "ends"))
+
+    executor = Executor(overlapped(), do, nothing, strictly_serial=strictly_serial)
+    for step in range(-1, STEPS):
+        executor.run(step, lambda batch: 0 <= batch < STEPS)
+        if step in settle_after:
+            executor.settle(step)
+    executor.settle(STEPS - 1)
+    executor.close()
+    return events
+
+
+@pytest.mark.parametrize("settle_after", [frozenset(), frozenset({1, 2, 4})], ids=["never settled", "settled"])
+@pytest.mark.parametrize("strictly_serial", [True, False])
+def test_nothing_begins_before_what_it_waits_for_and_everything_is_done_once(
+    strictly_serial: bool, settle_after: frozenset[int]
+) -> None:
+    for seed in range(10):
+        events = ran(strictly_serial, seed, settle_after)
+        place = {event: at for at, event in enumerate(events)}
+        assert len(place) == len(events)
+        for operation, batch in itertools.product(overlapped().operations, range(STEPS)):
+            assert (operation.key, batch, "ends") in place
+            for key, of_batch in operation.needs():
+                needed = (key, batch - operation.batch + of_batch, "ends")
+                if needed in place:
+                    assert place[needed] < place[operation.key, batch, "begins"]
+
+
+def test_strictly_serial_means_one_thing_at_a_time_and_overlapped_does_not() -> None:
+    for strictly_serial in (True, False):
+        events = ran(strictly_serial, 0)
+        one_by_one = all(a[:2] == b[:2] for a, b in zip(events[::2], events[1::2], strict=True))
+        assert one_by_one == strictly_serial
+
+
+def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
+    def do(operation: Operation, batch: int) -> None:
+        if (operation.name, batch) == ("send_ids", 3):
+            raise RuntimeError("the link is gone")
+
+    executor = Executor(overlapped(), do, nothing)
+
+    def run() -> None:
+        for step in range(-1, STEPS):
+            executor.run(step, lambda batch: 0 <= batch < STEPS)
+
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        run()
+    executor.close()
+
+
+def test_a_serial_schedule_needs_no_thread() -> None:
+    before = threading.active_count()
+    executor = Executor(serial(sharded=True), lambda *_: None, nothing)
+    executor.run(0, lambda batch: batch == 0)
+    assert not executor.overlaps
+    assert threading.active_count() == before
