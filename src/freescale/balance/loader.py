@@ -59,7 +59,7 @@ class BalancedLoader:
     ) -> None:
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
         rank, ranks = _place()
-        transport = apart(deadline=deadline) if ranks > 1 else None
+        transport = apart(deadline=deadline) if callable(length) and ranks > 1 else None  # else nothing moves
         hosts = None if transport is None else hosts_of(transport)
         plan = _Plan(Planner(cost, rules, ranks=ranks, hosts=hosts), terms, ranks)
         self._batches: _Exchanged | _Placed

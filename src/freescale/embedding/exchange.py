@@ -19,8 +19,6 @@ from freescale.transport.c10d import C10d
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""
-
-
 Masks = dict[str, Tensor]
 """Per table, which of some ids are meant."""
 
@@ -84,13 +82,12 @@ class Exchange:
         names = [table.name for table in self._tables]
         found = [{name: shared[name].of_this for name in names}, {name: shared[name].of_next for name in names}]
         asked, wanted = ([a + b for a, b in zip(*sides, strict=True)] for sides in _sides(this, following))
-        bits = _turned([mask.split([c[i] for c in asked]) for i, mask in enumerate(_values(found))])
+        bits = _by_rank([mask for of_batch in found for mask in of_batch.values()], asked)
         send, receive = ([sum(counts) for counts in side] for side in (asked, wanted))
         got = self._transport.all_to_all(
             pack(bits, send), packed_sizes(send), packed_sizes(receive), name="shared ids"
         ).wait()
-        pieces = unpack(got, receive).split([count for counts in wanted for count in counts])
-        masks = [torch.cat(pieces[i :: 2 * len(names)]) for i in range(2 * len(names))]
+        masks = _by_table(unpack(got, receive), wanted)
         mine = [dict(zip(names, masks[: len(names)], strict=True)), dict(zip(names, masks[len(names) :], strict=True))]
         routes = zip((this, following), mine, found, strict=True)
         one, other = (Parts(r.part(m, f), r.part(_not(m), _not(f)), m) for r, m, f in routes)
@@ -115,11 +112,9 @@ class Exchange:
 
     def _there(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> list[Tensor]:
         """Send each table's part, ranks in order, and give what arrived in the same form."""
-        by_rank = _turned([part.split([c[i] for c in send]) for i, part in enumerate(by_table)])
-        got = self._transport.all_to_all(by_rank, [sum(c) for c in send], [sum(c) for c in receive], name=name).wait()
-        pieces = got.split([count for counts in receive for count in counts])
-        tables = len(by_table)
-        return [torch.cat(pieces[i::tables]) for i in range(tables)]
+        rows = _by_rank(by_table, send)
+        got = self._transport.all_to_all(rows, [sum(c) for c in send], [sum(c) for c in receive], name=name).wait()
+        return _by_table(got, receive)
 
 
 def _counted(masks: list[Tensor], counts: Counts) -> Counts:
@@ -135,14 +130,17 @@ def _sides(this: Route, following: Route) -> tuple[tuple[Counts, Counts], tuple[
     return (this.asked, following.asked), (this.wanted, following.wanted)
 
 
-def _values(masks: Sequence[Masks]) -> list[Tensor]:
-    return [mask for of_batch in masks for mask in of_batch.values()]
-
-
 def _not(masks: Masks) -> Masks:
     return {name: ~mask for name, mask in masks.items()}
 
 
-def _turned(pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Lay pieces [table][rank] end to end, rank by rank."""
+def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
+    """Lay the parts of each table end to end, rank by rank."""
+    pieces = [part.split([c[i] for c in counts]) for i, part in enumerate(by_table)]
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+
+def _by_table(by_rank: Tensor, counts: Counts) -> list[Tensor]:
+    """The other way round."""
+    pieces, tables = by_rank.split([count for of_rank in counts for count in of_rank]), len(counts[0])
+    return [torch.cat(pieces[i::tables]) for i in range(tables)]

@@ -22,6 +22,8 @@ class ShardedTables:
     def __init__(self, tables: Sequence[Table], shard: Shard, transport: C10d) -> None:
         self.tables, self.shard = list(tables), shard
         self.exchanges = {"urgent": Exchange(tables, transport)}
+        state = shard.state()
+        self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
     def add_lane(self, name: str, transport: C10d) -> None:
         """Let rows travel apart from what is urgent."""
@@ -37,8 +39,8 @@ class ShardedTables:
 
     def room(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
         """Where rows of distinct ids will lie."""
-        state = self.shard.state()
-        return {t.name: state[t.name].new_empty(len(wanted[t.name].unique), t.dim) for t in self.tables}
+        like = self._rows_like
+        return {t.name: like[t.name].new_empty(len(wanted[t.name].unique), t.dim) for t in self.tables}
 
     def read(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
         """Rows of distinct ids, when nothing will be updated. Every rank must take part."""

@@ -73,11 +73,9 @@ def _certain(runs: list[Run]) -> list[int]:
     before: list[int] = []
     last_on_lane: dict[str, int] = {}
     for at, run in enumerate(runs):
-        directly = [
-            place[key, run.batch - run.operation.batch + batch]
-            for key, batch in run.operation.needs()
-            if (key, run.batch - run.operation.batch + batch) in place
-        ]
+        step = run.batch - run.operation.batch
+        needed = [(key, step + batch) for key, batch in run.operation.needs()]
+        directly = [place[one] for one in needed if one in place]
         if run.operation.lane in last_on_lane:
             directly.append(last_on_lane[run.operation.lane])
         before.append(0)

@@ -24,7 +24,7 @@ from freescale.models.protocol import Model
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 from freescale.overlap.hazards import require_safe
-from freescale.overlap.schedule import overlapped, serial
+from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.train.evaluate import evaluation_of
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
@@ -92,18 +92,11 @@ def build(
     parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
     overlaps = assembly.tables is not None and config.tables.overlap == "on" and world.ranks > 1
-    parts_of_step = config.train.micro_batches
-    schedule = (
-        overlapped(micro_batches=parts_of_step)
-        if overlaps
-        else serial(sharded=assembly.tables is not None, micro_batches=parts_of_step)
-    )
-    require_safe(schedule)
     step = Step(
         parallel,
         assembly.tables,
         optimizer,
-        schedule,
+        _schedule(config, overlaps=overlaps, sharded=assembly.tables is not None),
         world,
         bubbles.recorder,
         deferred=beside(world, deadline=config.train.deadline) if overlaps else None,
@@ -131,6 +124,14 @@ def build(
     for line in assembly.plan:
         journal.say(line)
     return Trainer(parts, folder, journal)
+
+
+def _schedule(config: RunConfig, *, overlaps: bool, sharded: bool) -> Schedule:
+    """In which order a step is done, proven safe."""
+    parts = config.train.micro_batches
+    found = overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts)
+    require_safe(found)
+    return found
 
 
 def _cost(config: RunConfig, model: Model | None) -> Cost:

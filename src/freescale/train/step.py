@@ -189,8 +189,8 @@ class Step:
     def forward(self, flight: Flight, operation: Operation) -> None:
         """Sum the losses of a micro-batch and divide by the count of all ranks: where a sample is cannot matter."""
         part = operation.part
-        if flight.rows is not None:
-            flight.rows = {name: values.requires_grad_() for name, values in flight.rows.items()}
+        for values in (flight.rows or {}).values():
+            values.requires_grad_()
         with torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._autocast), self._syncs(part):
             total = self._parallel(flight.parts[part], flight.wanted[part], flight.rows)
         flight.losses.append(total / max(1, flight.count))
