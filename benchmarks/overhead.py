@@ -39,7 +39,7 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
     assembly = assemble(config, world, model_of(config, items=items))
     network, tables = assembly.network, assembly.tables
     assert tables is not None
-    exchange, parallel = tables.exchanges["urgent"], data_parallel(network, world.group)
+    exchange, parallel = tables.exchanges["urgent"], data_parallel(network, world)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(batch: Batch) -> None:
@@ -48,10 +48,10 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
         unique, index = deduplicate(inputs.ids["item"], rows=items)
         wanted = {"item": Wanted(unique, index)}
         route = exchange.send_ids(wanted)
-        rows = exchange.send_rows(route, tables.look_up(route))["item"].requires_grad_()
+        rows = exchange.send_rows(route, tables.look_up(route)).wait()["item"].requires_grad_()
         (parallel(inputs, wanted, {"item": rows}) / count).backward()
         assert rows.grad is not None
-        tables.update(route, exchange.send_gradients(route, {"item": rows.grad}), lr=0.05)
+        tables.update(route, exchange.send_gradients(route, {"item": rows.grad}).wait(), lr={"item": 0.05})
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,5 +1,6 @@
 """Small runs for tests: a config, a world made of test ranks, and what a run leaves behind as plain arrays."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
+from freescale.embedding.exchange import Route
 from freescale.models.protocol import Model
 from freescale.train.build import build
 from freescale.train.step import Rates
@@ -82,10 +84,11 @@ def placed(
 ) -> tuple[list[float], Arrays]:
     """Train on global batches whose samples are placed by a rule; gives this rank's losses and what it holds."""
     trainer = build(config, joined(world), Path(folder), model=model)
-    losses = []
-    for batch in list(Loader(config.data, seed=config.seed))[:steps]:
-        rates = Rates(dense=config.train.lr, tables=config.tables.lr)
-        losses.append(trainer.parts.step.run(_share(batch, place, world), rates).loss)
+    losses, rates = [], Rates(dense=config.train.lr, tables=config.tables.lr)
+    epochs = itertools.repeat(list(Loader(config.data, seed=config.seed)))
+    shares = [_share(one, place, world) for one in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
+    for batch, following in itertools.zip_longest(shares, shares[1:]):
+        losses.append(trainer.parts.step.run(batch, rates, following=following).loss)
     trainer.parts.step.settle()
     return losses, held(trainer)
 
@@ -101,15 +104,19 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
         )
 
     trainer.parts.optimizer.register_step_pre_hook(keep)
+    tables = trainer.parts.tables
+    assert tables is not None
+    update = tables.update
+
+    def keep_rows(route: Route, arrived: dict[str, torch.Tensor], **more: Any) -> None:
+        for name, rows in route.local.items():
+            found[name] = torch.zeros_like(tables.shard.state()[name]).index_add(0, rows, arrived[name])
+        update(route, arrived, **more)
+
+    tables.update = keep_rows  # type: ignore[method-assign]
     batch = next(iter(Loader(config.data, seed=config.seed)))
     flight = trainer.parts.step.run(_share(batch, place, world), Rates(dense=0.1, tables=0.1))
     trainer.parts.step.settle()
-    arrived = flight.put_off or flight.gradients
-    assert flight.route is not None
-    assert trainer.parts.tables is not None
-    for name, rows in flight.route.local.items():
-        of_table = torch.zeros_like(trainer.parts.tables.shard.state()[name])
-        found[name] = of_table.index_add(0, rows, arrived[name])
     return flight.loss, {name: value.numpy() for name, value in found.items()}
 
 

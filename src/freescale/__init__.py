@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from freescale.data.batch import Batch as Batch
     from freescale.data.batch import Events as Events
     from freescale.data.loader import Loader as Loader
+    from freescale.embedding.sharder import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
+    from freescale.train.pipeline import Pipeline as Pipeline
 
 _HOMES = {
     "BalanceConfig": "freescale.config.schema",
@@ -32,6 +34,8 @@ _HOMES = {
     "Events": "freescale.data.batch",
     "Loader": "freescale.data.loader",
     "ModelConfig": "freescale.config.schema",
+    "Pipeline": "freescale.train.pipeline",
+    "PrioritizedEmbeddingSharder": "freescale.embedding.sharder",
     "RunConfig": "freescale.config.schema",
     "TablesConfig": "freescale.config.schema",
     "TaskConfig": "freescale.config.schema",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from freescale.config import TablesConfig
 from freescale.embedding import plan
 from freescale.embedding.exchange import Exchange
-from freescale.embedding.fused import FusedShard
+from freescale.embedding.fused import fused_shard
 from freescale.embedding.plain import PlainShard
 from freescale.embedding.shard import Shard
 from freescale.embedding.sharded import shard_tables
@@ -79,10 +79,10 @@ def divided(world: World, seed: int) -> dict[str, object]:
     for parts, ids in zip(exchange.send_split(this, following, shared), wanted, strict=True):
         for route, meant in ((parts.shared, parts.mask), (parts.others, {n: ~m for n, m in parts.mask.items()})):
             rows = {t.name: value_of(t, route.local[t.name] + first[t.name]) for t in TABLES}
-            got = exchange.send_rows(route, rows)
+            got = exchange.send_rows(route, rows).wait()
             for table in TABLES:
                 assert torch.equal(got[table.name], value_of(table, ids[table.name].unique[meant[table.name]]))
-            back = exchange.send_gradients(route, got)
+            back = exchange.send_gradients(route, got).wait()
             assert all(torch.equal(back[name], rows[name]) for name in rows)
     masks = [parts.mask for parts in exchange.send_split(this, following, shared)]
     return {
@@ -111,8 +111,8 @@ def fetch(world: World, seed: int) -> bool:
     route = exchange.send_ids(wanted)
     first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
     rows = {table.name: value_of(table, route.local[table.name] + first[table.name]) for table in TABLES}
-    got = exchange.send_rows(route, rows)
-    back = exchange.send_gradients(route, got)
+    got = exchange.send_rows(route, rows).wait()
+    back = exchange.send_gradients(route, got).wait()
     there = all(torch.equal(got[table.name], value_of(table, wanted[table.name].unique)) for table in TABLES)
     return there and all(torch.equal(back[name], rows[name]) for name in rows)
 
@@ -129,7 +129,7 @@ def compare(world: World, optimizer: str) -> float:
     """Train the same rows in FBGEMM and in plain torch; the largest difference."""
     config = TablesConfig(optimizer=optimizer, lr=0.1)  # type: ignore[arg-type]
     assert dist.group.WORLD is not None
-    fused = FusedShard(TABLES, config, dist.group.WORLD, torch.device("cpu"))
+    fused = fused_shard(TABLES, config, dist.group.WORLD, torch.device("cpu"))
     plain = PlainShard(TABLES, config, rank=world.rank, ranks=world.ranks, dtype=torch.float32)
     for shard in (fused, plain):
         for table in TABLES:
@@ -144,7 +144,7 @@ def compare(world: World, optimizer: str) -> float:
         for shard in (fused, plain):
             read = shard.look_up(local)
             assert all(torch.equal(read[name], shard.state()[name][rows]) for name, rows in local.items())
-            shard.update(local, gradients, lr=0.1 / (step + 1))
+            shard.update(local, gradients, lr=dict.fromkeys(local, 0.1 / (step + 1)))
     ours, theirs = plain.state(), fused.state()
     assert ours.keys() == theirs.keys()
     apart = [(theirs[n].view_as(ours[n]) - ours[n]).abs() / (1 + ours[n].abs()) for n in ours if len(ours[n])]
@@ -163,7 +163,7 @@ def in_parts(world: World, optimizer: str, fused: bool) -> bool:
     config, group = TablesConfig(optimizer=optimizer, lr=0.1), dist.group.WORLD  # type: ignore[arg-type]
     assert group is not None
     shards: list[Shard] = [
-        FusedShard(TABLES, config, group, torch.device("cpu"))
+        fused_shard(TABLES, config, group, torch.device("cpu"))
         if fused
         else PlainShard(TABLES, config, rank=world.rank, ranks=world.ranks, dtype=torch.float64)
         for _ in range(2)
@@ -179,11 +179,13 @@ def in_parts(world: World, optimizer: str, fused: bool) -> bool:
         }
         dtype = torch.float32 if fused else torch.float64
         gradients = {t.name: torch.randn(len(local[t.name]), t.dim, generator=generator, dtype=dtype) for t in TABLES}
-        shards[0].update(local, gradients, lr=0.1 / (step + 1))
+        shards[0].update(local, gradients, lr=dict.fromkeys(local, 0.1 / (step + 1)))
         for part in (0, 1):
             meant = {name: (rows * 7919 + step) % 3 % 2 == part for name, rows in local.items()}
             some = {name: rows[meant[name]] for name, rows in local.items()}
-            shards[1].update(some, {name: g[meant[name]] for name, g in gradients.items()}, lr=0.1 / (step + 1))
+            shards[1].update(
+                some, {name: g[meant[name]] for name, g in gradients.items()}, lr=dict.fromkeys(local, 0.1 / (step + 1))
+            )
     one, other = (shard.state() for shard in shards)
     return all(torch.equal(one[name], other[name]) for name in one)
 

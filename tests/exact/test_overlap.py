@@ -20,7 +20,7 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
     trainer = build(config, joined(world), Path(folder))
     step = trainer.parts.step
     if one_thread:
-        step._executor = Executor(overlapped(), step._do, step._recorder.waiting, strictly_serial=True)
+        step._lanes.executor = Executor(overlapped(), step._lanes._do, step._lanes._waiting, strictly_serial=True)
     run, losses = step.run, []
 
     def noting(*words: Any, **more: Any) -> Any:

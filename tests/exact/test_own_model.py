@@ -5,18 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from freescale.data.batch import Batch
-from freescale.models.protocol import Model, Rows
+from freescale.data.loader import Loader
+from freescale.embedding.tables import Table
+from freescale.models.protocol import Rows
 from tests.ranks import Ranks, World
 from tests.training import Arrays, apart, placed, small, whole
+
+STEPS = 200
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The last item of each user, and how long the history is."""
+    """The first and the last item of each user, and how long the history is."""
 
     ids: dict[str, Tensor]
     target: Tensor
@@ -27,26 +32,27 @@ class Pairs:
 
 
 class Length(nn.Module):
-    """Learns the length of a history from its user and its last item: two tables, of widths 4 and 8."""
+    """Learns the length of a history from its user, its first and its last item: two tables, of widths 4 and 8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = {"user": (137, 4), "item": (56, 8)}
-        self.mix = nn.Linear(12, 1)
+        self.mix = nn.Linear(20, 1)
 
     def prepare(self, batch: Batch) -> Pairs:
         found = batch.history.lengths > 0
-        last = batch.history["item_id"][batch.history.offsets[1:][found] - 1]
+        begin, end = batch.history.offsets[:-1][found], batch.history.offsets[1:][found]
+        items = batch.history["item_id"][torch.stack([begin, end - 1])]
         return Pairs(
-            {"user": batch.scalars["user_id"][found], "item": last}, batch.history.lengths[found].double().log()
+            {"user": batch.scalars["user_id"][found], "item": items}, batch.history.lengths[found].double().log()
         )
 
     def forward(self, inputs: Pairs, rows: Mapping[str, Rows]) -> Tensor:
-        x = torch.cat([rows["user"].each(), rows["item"].each()], dim=1)
+        x = torch.cat([rows["user"].each(), *rows["item"].each()], dim=1)
         return (self.mix(x)[:, 0] - inputs.target).square().sum()
 
 
-def own() -> Model:
+def own() -> Length:
     torch.manual_seed(0)
     return Length()
 
@@ -63,3 +69,48 @@ def test_one_rank_is_many_ranks_for_a_model_of_ones_own(groups: dict[int, Ranks]
             results = groups[count].run(placed_own, str(tmp_path), str(log), place)
             assert np.allclose(losses, np.sum([part for part, _ in results], axis=0), rtol=1e-9)
             assert apart(whole([alone]), whole([held for _, held in results])) < 1e-9
+
+
+def trained_ahead(world: World, folder: str, path: str, optimizer: str) -> tuple[list[float], Arrays]:
+    config = small(path, tables={"optimizer": optimizer, "overlap": "on"}, train={"optimizer": "sgd"})
+    return placed(world, config, folder, "unequal", STEPS, model=own())
+
+
+def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
+    """The same training in plain torch: whole tables, autograd, and optimizers written out."""
+    config, model = small(path), own().double()
+    tables = {n: torch.empty(rows, dim, dtype=torch.float64) for n, (rows, dim) in model.tables.items()}
+    for name, values in tables.items():
+        Table(name, *values.shape).fill(values, 0, seed=config.seed, deviation=config.tables.init)
+    sums = {name: torch.zeros(len(values), 1, dtype=torch.float64) for name, values in tables.items()}
+    losses, batches = [], list(Loader(config.data, seed=config.seed))
+    for step in range(STEPS):
+        inputs = model.prepare(batches[step % len(batches)])
+        rows = {name: Rows(values.requires_grad_(), inputs.ids[name]) for name, values in tables.items()}
+        loss = model(inputs, rows) / inputs.count
+        losses.append(float(loss))
+        parameters, names = list(model.parameters()), list(tables)
+        gradients = torch.autograd.grad(loss, [*parameters, *tables.values()])
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=False):
+                parameter -= config.train.lr * gradient
+            for name, gradient in zip(names, gradients[len(parameters) :], strict=True):
+                scale = torch.ones_like(sums[name])
+                if optimizer == "rowwise_adagrad":
+                    sums[name] += gradient.square().mean(1, keepdim=True)
+                    scale = sums[name].sqrt() + config.tables.eps
+                tables[name] = tables[name].detach() - config.tables.lr * gradient / scale
+    found = {f"dense.model.{n}": p.detach() for n, p in model.named_parameters()} | tables
+    found |= {f"{n}.sum": value for n, value in sums.items()} if optimizer == "rowwise_adagrad" else {}
+    return losses, {name: value.numpy() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_rows_that_travel_behind_compute_teach_what_plain_torch_teaches_after_200_steps(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, optimizer: str
+) -> None:
+    losses, alone = by_hand(log, optimizer)
+    for count in (2, 4):
+        results = groups[count].run(trained_ahead, str(tmp_path), str(log), optimizer)
+        assert np.allclose(losses, np.sum([part for part, _ in results], axis=0), rtol=1e-9)
+        assert apart(alone, whole([held for _, held in results])) < 1e-9

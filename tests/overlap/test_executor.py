@@ -33,12 +33,12 @@ def ran(strictly_serial: bool, seed: int, settle_after: frozenset[int] = frozens
         with lock:
             events.append((operation.key, batch, "ends"))
 
-    executor = Executor(overlapped(), do, nothing, strictly_serial=strictly_serial)
-    for step in range(-1, STEPS):
-        executor.run(step, lambda batch: 0 <= batch < STEPS)
+    executor: Executor[int] = Executor(overlapped(), do, nothing, strictly_serial=strictly_serial)
+    for step in range(STEPS):
+        executor.run(step, step + 1 if step + 1 < STEPS else None)
         if step in settle_after:
-            executor.settle(step)
-    executor.settle(STEPS - 1)
+            executor.settle()
+    executor.settle()
     executor.close()
     return events
 
@@ -72,11 +72,11 @@ def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
         if (operation.name, batch) == ("send_ids", 3):
             raise RuntimeError("the link is gone")
 
-    executor = Executor(overlapped(), do, nothing)
+    executor: Executor[int] = Executor(overlapped(), do, nothing)
 
     def run() -> None:
-        for step in range(-1, STEPS):
-            executor.run(step, lambda batch: 0 <= batch < STEPS)
+        for step in range(STEPS):
+            executor.run(step, step + 1)
 
     with pytest.raises(RuntimeError, match="the link is gone"):
         run()
@@ -85,7 +85,7 @@ def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
 
 def test_a_serial_schedule_needs_no_thread() -> None:
     before = threading.active_count()
-    executor = Executor(serial(sharded=True), lambda *_: None, nothing)
-    executor.run(0, lambda batch: batch == 0)
+    executor: Executor[int] = Executor(serial(sharded=True), lambda *_: None, nothing)
+    executor.run(0)
     assert not executor.overlaps
     assert threading.active_count() == before

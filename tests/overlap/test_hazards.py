@@ -46,10 +46,11 @@ def reordered(name: str, behind: str, *gone: After) -> Schedule:
     return replace(overlapped(), operations=tuple(operations))
 
 
-def at_the_end(*names: str) -> Schedule:
-    """Some operations issued last, and nobody waits for them in the next step."""
-    operations = (without(("update_deferred", -2))(o) for o in overlapped().operations)
-    return replace(overlapped(), operations=tuple(sorted(operations, key=lambda o: o.name in names)))
+def a_step_late(*names: str) -> Schedule:
+    """Some operations issued at the end of the step after, and nobody waits for them there."""
+    operations = [without(("update_deferred", -2))(o) for o in overlapped().operations]
+    late = [replace(o, batch=o.batch - 1) for o in operations if o.name in names]
+    return replace(overlapped(), operations=(*(o for o in operations if o.name not in names), *late))
 
 
 def with_slots(**slots: int) -> Schedule:
@@ -66,7 +67,7 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
         "update_urgent",
     ),
     "rows are read before those that were left for later are changed": (
-        at_the_end("send_deferred_gradients", "update_deferred"),
+        a_step_late("send_deferred_gradients", "update_deferred"),
         "look_up_exclusive",
         "update_deferred",
     ),
@@ -83,8 +84,8 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
         "look_up_collision",
         "update_deferred",
     ),
-    "late changes on a lane of their own": (
-        changed(update_deferred=on("host"), look_up_exclusive=without(("update_deferred", -2))),
+    "late changes behind compute": (
+        changed(update_deferred=on("compute"), look_up_exclusive=without(("update_deferred", -2))),
         "look_up_exclusive",
         "update_deferred",
     ),

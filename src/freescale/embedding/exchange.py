@@ -15,7 +15,7 @@ from torch import Tensor
 from freescale.embedding.split import Shared, pack, packed_sizes, unpack
 from freescale.embedding.tables import Table, by_dim
 from freescale.embedding.unique import Wanted
-from freescale.transport.c10d import C10d
+from freescale.transport.handle import Arriving, Transport
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""
@@ -57,10 +57,21 @@ class Parts(NamedTuple):
     """Of the ids that this rank wants: which are shared."""
 
 
+@dataclass(frozen=True)
+class Coming:
+    """Rows of several tables on their way here, one transfer per width."""
+
+    of_width: list[tuple[list[str], "_Travelling"]]
+
+    def wait(self) -> dict[str, Tensor]:
+        """Per table, what arrived from the ranks, in order."""
+        return {name: part for names, one in self.of_width for name, part in zip(names, one.wait(), strict=True)}
+
+
 class Exchange:
     """The three transfers of a step, for tables whose rows are dealt over all ranks."""
 
-    def __init__(self, tables: Sequence[Table], transport: C10d) -> None:
+    def __init__(self, tables: Sequence[Table], transport: Transport) -> None:
         self._tables, self._transport = list(tables), transport
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
 
@@ -72,7 +83,7 @@ class Exchange:
         one_each = [1] * self._ranks
         told = torch.tensor(counts, device=uniques[0].device)
         asked = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
-        ids = self._there(uniques, counts, asked, name="ids")
+        ids = self._begin(uniques, counts, asked, name="ids").wait()
         first = [table.owned(self._rank, self._ranks).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
         return Route(counts, asked, local)
@@ -93,28 +104,38 @@ class Exchange:
         one, other = (Parts(r.part(m, f), r.part(_not(m), _not(f)), m) for r, m, f in routes)
         return one, other
 
-    def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def send_rows(self, route: Route, rows: Mapping[str, Tensor]) -> Coming:
         """Owners give what they were asked for; each rank gets its distinct rows, ascending by id."""
         return self._by_dim(rows, route.asked, route.wanted, name="rows")
 
-    def send_gradients(self, route: Route, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def send_gradients(self, route: Route, gradients: Mapping[str, Tensor]) -> Coming:
         """Gradients of the rows go to their owners, who get one per row and rank that asked for it."""
         return self._by_dim(gradients, route.wanted, route.asked, name="row gradients")
 
-    def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> dict[str, Tensor]:
-        got: dict[str, Tensor] = {}
+    def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> Coming:
+        coming = []
         for group in by_dim(self._tables):
             place = [self._tables.index(table) for table in group]
             mine, theirs = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
-            arrived = self._there([values[t.name] for t in group], mine, theirs, name=f"{name} of width {group[0].dim}")
-            got |= {table.name: part for table, part in zip(group, arrived, strict=True)}
-        return got
+            parts = [values[table.name] for table in group]
+            one = self._begin(parts, mine, theirs, name=f"{name} of width {group[0].dim}")
+            coming.append(([table.name for table in group], one))
+        return Coming(coming)
 
-    def _there(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> list[Tensor]:
-        """Send each table's part, ranks in order, and give what arrived in the same form."""
-        rows = _by_rank(by_table, send)
-        got = self._transport.all_to_all(rows, [sum(c) for c in send], [sum(c) for c in receive], name=name).wait()
-        return _by_table(got, receive)
+    def _begin(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> "_Travelling":
+        """Send each table's part, ranks in order; what arrives is of the same form."""
+        rows, counts = _by_rank(by_table, send), [[sum(of_rank) for of_rank in side] for side in (send, receive)]
+        return _Travelling(self._transport.all_to_all(rows, *counts, name=name), receive)
+
+
+class _Travelling(NamedTuple):
+    """Parts of tables on their way here, rank by rank."""
+
+    arriving: Arriving[Tensor]
+    counts: Counts
+
+    def wait(self) -> list[Tensor]:
+        return _by_table(self.arriving.wait(), self.counts)
 
 
 def _counted(masks: list[Tensor], counts: Counts) -> Counts:

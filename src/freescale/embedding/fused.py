@@ -1,20 +1,25 @@
 """Own rows in FBGEMM, planned and sharded by TorchRec: fp32, updated by a fused optimizer inside the backward pass.
 
 TorchRec's planner and DistributedModelParallel decide and build the shards (one collection per width, row-wise). Ids
-and rows travel by our own exchange, so from TorchRec's modules only the lookup of local rows is used.
+and rows travel by our own exchange, so of TorchRec's modules only the kernel that keeps the rows is used.
 """
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
 from torch import Tensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -22,7 +27,6 @@ from torchrec.distributed.planner.types import KernelConfig, PlannerError, Topol
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from freescale.config import TablesConfig
 from freescale.embedding.tables import Table, by_dim
@@ -33,62 +37,117 @@ _OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
 }
+_LOCAL_DECAY = {mode.value for mode in (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)}
 _KEPT_FREE = 0.15  # share of memory that the planner leaves to everything else
 
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # advice to TorchRec's authors, not to users
 
 
 class FusedShard:
-    """Rows and their optimizer, in FBGEMM."""
+    """Rows and their optimizer, in FBGEMM: those of one or more of TorchRec's sharded collections."""
 
-    def __init__(
-        self, tables: Sequence[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._groups = [_Group(group_tables, config, group, device) for group_tables in by_dim(tables)]
-        self._lock = threading.Lock()
+    def __init__(self, collections: Sequence["Collection"]) -> None:
+        self._collections = collections
+        self._updating, self._rates = threading.Lock(), threading.Lock()
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read rows where they live: FBGEMM's own lookup would keep them for a backward pass."""
-        weights = {name: values for group in self._groups for name, values in group.weights.items()}
+        weights = {name: values for one in self._collections for name, values in one.weights.items()}
         return {name: weights[name].index_select(0, rows) for name, rows in local.items()}
 
-    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: float) -> None:
+    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Run the backward pass of a lookup, which holds the optimizer."""
-        with self._lock:  # the learning rate is FBGEMM's, not the lookup's
-            for group in self._groups:
-                output = group.look_up(local, lr)
-                output.backward(torch.cat([gradients[name] for name in group.names]).view_as(output))
+        with self._updating:
+            for one in self._collections:
+                with self.steady_rates():
+                    output = one.look_up(local, lr[one.names[0]])
+                output.backward(torch.cat([gradients[name] for name in one.names]).view_as(output))
+
+    @contextmanager
+    def steady_rates(self) -> Iterator[None]:
+        """Nobody else sets a learning rate meanwhile: an update's is the one that its kernel has at the lookup."""
+        with self._rates:
+            yield
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates as they are set now, by table."""
+        with self.steady_rates():
+            return {name: one.kernel.get_learning_rate() for one in self._collections for name in one.names}
 
     def state(self) -> dict[str, Tensor]:
         """Weights and sums of squares."""
         found: dict[str, Tensor] = {}
-        for group in self._groups:
-            found |= group.state()
+        for one in self._collections:
+            found |= one.state()
         return found
 
 
-class _Group:
-    """The tables of one width."""
+class Collection:
+    """The own rows of one of TorchRec's sharded collections. `named`: what its tables are called here."""
 
-    def __init__(
-        self, tables: list[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.names = [table.name for table in tables]
-        sharded = _sharded(tables, config, group, device)
-        (self._lookup,) = sharded._lookups
-        (kernel,) = self._lookup._emb_modules
-        self._kernel = kernel.emb_module
-        self.weights: dict[str, Tensor] = dict(zip(self.names, self._kernel.split_embedding_weights(), strict=True))
+    def __init__(self, sharded: ShardedEmbeddingCollection, named: Mapping[str, str]) -> None:
+        module = kernel_of(sharded)
+        self.kernel: SplitTableBatchedEmbeddingBagsCodegen = module.emb_module
+        self.names = [named[table.name] for table in module.config.embedding_tables]
+        self.weights: dict[str, Tensor] = dict(zip(self.names, self.kernel.split_embedding_weights(), strict=True))
+        # Of several features of a table the first one stands for all: ids are deduplicated over them.
+        tables = self.kernel.feature_table_map
+        self._first = [place == 0 or tables[place - 1] != table for place, table in enumerate(tables)]
 
     def look_up(self, local: dict[str, Tensor], lr: float) -> Tensor:
-        self._kernel.set_learning_rate(lr)
+        """Rows as FBGEMM looks them up, for an update with this learning rate."""
+        parts = iter([local[name] for name in self.names])
         values = torch.cat([local[name] for name in self.names])
-        lengths = torch.tensor([len(local[name]) for name in self.names], device=values.device)
-        return self._lookup(KeyedJaggedTensor(keys=self.names, values=values, lengths=lengths))
+        lengths = [len(next(parts)) if first else 0 for first in self._first]
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=values.device)
+        before = self.kernel.get_learning_rate()
+        self.kernel.set_learning_rate(lr)
+        output = self.kernel(indices=values, offsets=offsets)
+        self.kernel.set_learning_rate(before)
+        return output
 
     def state(self) -> dict[str, Tensor]:
-        sums = self._kernel.split_optimizer_states()  # none for SGD
+        """Weights and optimizer state by name."""
+        sums = self.kernel.split_optimizer_states()  # none for SGD
         return self.weights | {f"{name}.sum": state[0] for name, state in zip(self.names, sums, strict=False)}
+
+
+def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
+    """What keeps the rows of a collection; refused unless a step's update can be done in two parts exactly."""
+    lookups: list[Any] = sharded._lookups
+    modules = [module for lookup in lookups for module in lookup._emb_modules]
+    kinds, one_kernel = sharded._sharding_types, [type(module) for module in modules] == [BatchedFusedEmbedding]
+    where = f"collection of the tables {', '.join(sharded._table_names)}"
+    if kinds != ["row_wise"] or not one_kernel:
+        raise ConfigError(
+            f"its tables are {' and '.join(kinds)} in {len(modules)} kernels; rows travel only of "
+            "row-wise tables in one fused kernel",
+            where=where,
+            remedy="shard it row_wise with the fused kernel; tables that differ in optimizer or precision go to "
+            "collections of their own",
+        )
+    kernel: SplitTableBatchedEmbeddingBagsCodegen = modules[0].emb_module
+    if kernel.weights_precision != SparseType.FP32:
+        why = f"rows of {kernel.weights_precision.value} are rounded at random"
+    elif kernel.optimizer not in _OPTIMIZERS.values():
+        why = f"{kernel.optimizer} counts its updates or touches rows that no batch read; in two parts it learns else"
+    elif kernel.optimizer_args.weight_decay_mode not in _LOCAL_DECAY:
+        why = "its weight decay depends on more than the rows of a batch"
+    else:
+        return modules[0]
+    raise ConfigError(
+        f"prioritized embeddings would not be exact: {why}",
+        where=where,
+        remedy="use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it",
+    )
+
+
+def fused_shard(
+    tables: Sequence[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
+) -> FusedShard:
+    """Plan, shard and allocate tables, one collection per width."""
+    sharded = [(_sharded(of_width, config, group, device), of_width) for of_width in by_dim(tables)]
+    return FusedShard([Collection(one, {t.name: t.name for t in of_width}) for one, of_width in sharded])
 
 
 def _sharded(tables: list[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -1,6 +1,6 @@
 """Own rows as plain torch tensors: slow, any precision, every line readable. What `fused` must agree with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,18 +26,18 @@ class PlainShard:
         """Read rows."""
         return {name: self._weights[name][rows] for name, rows in local.items()}
 
-    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: float) -> None:
+    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """One change per row, from the sum of its gradients."""
         for name, gradient in gradients.items():
             weight, sums = self._weights[name], self._sums[name]
             rows, index = deduplicate(local[name], rows=len(weight))
             total = weight.new_zeros(len(rows), weight.shape[1]).index_add(0, index, gradient)
             if self._config.optimizer == "sgd":
-                weight[rows] -= lr * total
+                weight[rows] -= lr[name] * total
                 continue
             square = total.square()
             sums[rows] += square if self._config.optimizer == "adagrad" else square.mean(1, keepdim=True)
-            weight[rows] -= lr * total / (sums[rows].sqrt() + self._config.eps)
+            weight[rows] -= lr[name] * total / (sums[rows].sqrt() + self._config.eps)
 
     def state(self) -> dict[str, Tensor]:
         """Weights and sums of squares."""

@@ -1,5 +1,6 @@
 """What the owner of rows does with them, whatever keeps them: look up, and update from gradients."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -12,8 +13,8 @@ class Shard(Protocol):
         """Read rows, one per local number."""
         ...
 
-    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: float) -> None:
-        """Add up the gradients of each row, then let the optimizer change it once, with this learning rate."""
+    def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
+        """Add up the gradients of each row, then let the optimizer change it once. `lr`: by table."""
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -13,19 +13,19 @@ from freescale.embedding.shard import Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
 from freescale.log import notice
-from freescale.transport.c10d import C10d
+from freescale.transport.handle import Transport
 
 
 class ShardedTables:
     """The own rows, and what moves rows: an exchange per lane."""
 
-    def __init__(self, tables: Sequence[Table], shard: Shard, transport: C10d) -> None:
+    def __init__(self, tables: Sequence[Table], shard: Shard, transport: Transport) -> None:
         self.tables, self.shard = list(tables), shard
         self.exchanges = {"urgent": Exchange(tables, transport)}
         state = shard.state()
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
-    def add_lane(self, name: str, transport: C10d) -> None:
+    def add_lane(self, name: str, transport: Transport) -> None:
         """Let rows travel apart from what is urgent."""
         self.exchanges[name] = Exchange(self.tables, transport)
 
@@ -33,7 +33,7 @@ class ShardedTables:
         """Read the rows that all ranks asked this one for."""
         return self.shard.look_up(route.local)
 
-    def update(self, route: Route, gradients: dict[str, Tensor], *, lr: float) -> None:
+    def update(self, route: Route, gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Change those rows."""
         self.shard.update(route.local, gradients, lr=lr)
 
@@ -46,13 +46,13 @@ class ShardedTables:
         """Rows of distinct ids, when nothing will be updated. Every rank must take part."""
         exchange = self.exchanges["urgent"]
         route = exchange.send_ids(wanted)
-        return exchange.send_rows(route, self.look_up(route))
+        return exchange.send_rows(route, self.look_up(route)).wait()
 
 
 def shard_tables(
     tables: Sequence[Table],
     config: TablesConfig,
-    transport: C10d,
+    transport: Transport,
     *,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -62,9 +62,9 @@ def shard_tables(
     """Build the own rows and fill them: in FBGEMM, or as plain torch where FBGEMM has no such precision."""
     rank, ranks = transport.peers.rank, transport.peers.ranks
     if dtype == torch.float32:
-        from freescale.embedding.fused import FusedShard  # torchrec takes seconds to import
+        from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
 
-        shard: Shard = FusedShard(tables, config, group, device)
+        shard: Shard = fused_shard(tables, config, group, device)
     else:
         notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
         shard = PlainShard(tables, config, rank=rank, ranks=ranks, dtype=dtype)

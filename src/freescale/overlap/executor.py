@@ -9,71 +9,112 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 from freescale.overlap.schedule import Operation, Schedule
 
-Do = Callable[[Operation, int], None]
+F = TypeVar("F")
+Rest = Callable[[], None]
+"""What is left to do of an operation when somebody needs it: to wait for what it began."""
+Do = Callable[[Operation, F], Rest | None]
 """Does an operation on a batch."""
 Waits = Callable[[str], AbstractContextManager[None]]
 """Surrounds a wait for deferred work of some cause."""
 
 
-class Executor:
-    """Issues the operations of one step after another."""
+class Executor(Generic[F]):
+    """Issues the operations of one step after another. Batches are whatever the operations work on."""
 
-    def __init__(self, schedule: Schedule, do: Do, waits: Waits, *, strictly_serial: bool = False) -> None:
+    def __init__(self, schedule: Schedule, do: Do[F], waits: Waits, *, strictly_serial: bool = False) -> None:
         self._schedule, self._do, self._waits = schedule, do, waits
         deferred = any(operation.lane == "deferred" for operation in schedule.operations)
         self.overlaps = deferred and not strictly_serial
+        self.looks_ahead = any(operation.batch > 0 for operation in schedule.operations)
         self._lane = _Thread() if self.overlaps else None
-        self._cause = {operation.key: operation.cause for operation in schedule.operations}
-        self._deferred: dict[tuple[str, int], Future[None]] = {}
-        self._early: set[tuple[str, int]] = set()
+        self._operation = {operation.key: operation for operation in schedule.operations}
+        self._deferred: dict[tuple[str, int], tuple[Future[None], F]] = {}
+        self._begun: dict[tuple[str, int], Rest] = {}
+        self._batches: dict[int, F] = {}
+        self._number = 0
 
-    def run(self, step: int, exists: Callable[[int], bool]) -> None:
-        """Issue a step: its operations on batches that exist and that were not done early."""
-        for operation in self._schedule.operations:
-            batch = step + operation.batch
-            if (operation.key, batch) in self._early:
-                self._early.discard((operation.key, batch))
-            elif exists(batch):
-                self._issue(operation, step)
-        for key, batch in [known for known, future in self._deferred.items() if future.done()]:
-            self._wait_for(key, batch)
+    @property
+    def expected(self) -> F | None:
+        """The batch of the next step, if its rows are already being fetched."""
+        return self._batches.get(self._number)
 
-    def settle(self, step: int) -> None:
-        """Do now what the next step would do for this step's batch and those before it, and wait for it."""
-        for operation in self._schedule.operations:
-            if operation.batch < 0 and (operation.key, step + 1 + operation.batch) not in self._early:
-                self._issue(operation, step + 1)
-                self._early.add((operation.key, step + 1 + operation.batch))
-        for key, batch in list(self._deferred):
-            self._wait_for(key, batch)
+    @property
+    def under_way(self) -> list[F]:
+        """Batches of which something is done ahead, or still to be done behind."""
+        known = [*self._batches.values(), *(batch for _, batch in self._deferred.values())]
+        return list({id(batch): batch for batch in known}.values())
+
+    def run(self, batch: F, following: F | None = None) -> None:
+        """Issue the step that computes a batch. What is done ahead is done for `following`."""
+        if batch is not self.expected:
+            self.forget()
+            self._batches[self._number] = batch
+            self._issue_step(self._number - 1)
+        if following is not None and self.looks_ahead:
+            self._batches[self._number + 1] = following
+        self._issue_step(self._number)
+        del self._batches[self._number]
+        self._number += 1
+        self._finish([known for known, (future, _) in self._deferred.items() if future.done()])
+
+    def settle(self) -> None:
+        """Wait for everything that was issued. Of the last step's batch nothing is left to do then."""
+        self._finish([*self._deferred, *self._begun])
+
+    def forget(self) -> None:
+        """Drop what was done ahead: the next batch begins anew."""
+        self.settle()
+        self._batches.clear()
 
     def close(self) -> None:
         """End the thread."""
         if self._lane is not None:
             self._lane.end()
 
-    def _issue(self, operation: Operation, step: int) -> None:
-        batch = step + operation.batch
-        if operation.lane == "deferred" and self._lane is not None:
-            # What it waits for was issued before it: on this lane, which does one thing at a time, or on others, done.
-            self._deferred[operation.key, batch] = self._lane.submit(lambda: self._do(operation, batch))
-            return
-        for key, of_batch in operation.needs():
-            self._wait_for(key, step + of_batch)
-        self._do(operation, batch)
+    def _issue_step(self, step: int) -> None:
+        for operation in self._schedule.operations:
+            number = step + operation.batch
+            if number in self._batches:
+                self._issue(operation, step, number)
 
-    def _wait_for(self, key: str, batch: int) -> None:
-        """Only what is deferred can still be under way. An error there is raised here."""
-        if (future := self._deferred.pop((key, batch), None)) is None:
+    def _issue(self, operation: Operation, step: int, number: int) -> None:
+        batch, needed = self._batches[number], [(key, step + of_batch) for key, of_batch in operation.needs()]
+        lane = operation.lane
+        # A lane does one thing at a time, and nothing that was only begun is left behind by what needs it.
+        self._finish([known for known in self._begun if known in needed or self._operation[known[0]].lane == lane])
+        if lane == "deferred" and self._lane is not None:
+            # All else that it waits for was issued before it on this lane, or on others and done.
+            future = self._lane.submit(lambda: _whole(self._do(operation, batch)))
+            self._deferred[operation.key, number] = future, batch
             return
-        if future.done():
-            future.result()
-            return
-        with self._waits(self._cause[key]):
-            future.result()
+        self._finish(needed)
+        rest = self._do(operation, batch)
+        if rest is not None and self.overlaps:
+            self._begun[operation.key, number] = rest
+        else:
+            _whole(rest)
+
+    def _finish(self, known: list[tuple[str, int]]) -> None:
+        """Wait for what was only begun and for what is deferred. An error behind the step is raised here."""
+        for one in known:
+            _whole(self._begun.pop(one, None))
+            future, _ = self._deferred.pop(one, (None, None))
+            if future is None:
+                continue
+            if future.done():
+                future.result()
+                continue
+            with self._waits(self._operation[one[0]].cause):
+                future.result()
+
+
+def _whole(rest: Rest | None) -> None:
+    if rest is not None:
+        rest()
 
 
 class _Thread:
@@ -94,13 +135,16 @@ class _Thread:
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            future, does = order
-            try:
-                if self._failed is None:
-                    does()
-            except BaseException as error:  # whatever it is, it belongs to who waits
-                self._failed = error
+            self._do(*order)
+            del order  # it holds a batch
+
+    def _do(self, future: Future[None], does: Callable[[], None]) -> None:
+        try:
             if self._failed is None:
-                future.set_result(None)
-            else:
-                future.set_exception(self._failed)
+                does()
+        except BaseException as error:  # whatever it is, it belongs to who waits
+            self._failed = error
+        if self._failed is None:
+            future.set_result(None)
+        else:
+            future.set_exception(self._failed)

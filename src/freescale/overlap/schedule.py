@@ -1,9 +1,9 @@
 """A step as named operations on lanes, with what each must wait for. Torch-free: others than the trainer read it too.
 
 An operation is only a name here; `train.step` says what it does. A lane does one thing at a time, in the order in which
-things are issued. Operations of one step may work on different batches: while one is computed, the rows of the next are
-fetched and the gradients of the one before are sent. What an operation does to rows and buffers is written down with
-it, so that `hazards` can prove that nothing stale is read.
+things are issued. Operations of one step may work on different batches: while one is computed, rows of the next are
+fetched, and gradients of the one before are still on their way. What an operation does to rows and buffers is written
+down with it, so that `hazards` can prove that nothing stale is read.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Lane = Literal["host", "compute", "urgent", "deferred"]
 RowSet = Literal["collision", "exclusive", "urgent", "deferred"]
 """Of the rows of a batch: also in the batch before, or not; also in the batch after, or not."""
 After = str | tuple[str, int]
-"""An operation of the same batch, or of one so many batches later: ("backward", -2)."""
+"""An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Operation:
     part: int = 0
     """Which micro-batch it works on, where it works on one."""
     batch: int = 0
-    """Which batch it works on: 0 the one that is computed in this step, 1 the next, -1 the one before."""
+    """Which batch it works on: 0 the one that is computed in this step, 1 the next."""
     reads: tuple[RowSet, ...] = ()
     """Rows that it reads at their owner."""
     writes: tuple[RowSet, ...] = ()
@@ -77,14 +77,18 @@ class Schedule:
                     raise ValueError(f"'{operation.key}' is issued before what it waits for: {key}")
 
 
-def serial(*, sharded: bool, micro_batches: int = 1) -> Schedule:
-    """One thing after another. Without sharded tables there are no rows to move."""
+def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Schedule:
+    """One thing after another. Without sharded tables there are no rows to move.
+
+    `agrees`: whether ranks tell each other what a batch counts.
+    """
+    agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
     rows = (
         Operation("send_ids", "urgent", "ids", ("prepare",), fills="ids"),
         Operation("look_up", "compute", "forward", ("send_ids",), reads=("collision", "exclusive"), uses=("ids",)),
         Operation("send_rows", "urgent", "urgent rows", ("look_up",), fills="rows"),
     )
-    compute = _compute(micro_batches, ("agree", "send_rows") if sharded else ("agree", "prepare"))
+    compute = _compute(micro_batches, (*(o.key for o in agree), "send_rows" if sharded else "prepare"))
     last = compute[-1].key
     gradients = (
         Operation("send_gradients", "urgent", "row gradients", (last,), uses=("ids", "gradients")),
@@ -95,7 +99,7 @@ def serial(*, sharded: bool, micro_batches: int = 1) -> Schedule:
     return Schedule(
         (
             Operation("prepare", "host", "host", (("update_dense", -1),)),
-            Operation("agree", "urgent", "other traffic", ("prepare",)),
+            *agree,
             *(rows if sharded else ()),
             *compute,
             *(gradients if sharded else ()),
@@ -105,26 +109,17 @@ def serial(*, sharded: bool, micro_batches: int = 1) -> Schedule:
     )
 
 
-def overlapped(*, micro_batches: int = 1) -> Schedule:
+def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     """Only rows that two consecutive batches share are waited for; all others travel behind compute.
 
     Rows of the next batch that this one does not touch are read and sent while this one is computed, once the rows that
-    the batch before left for later have been changed. Gradients of rows that the next batch reads go first.
+    the batch before left for later have been changed. Gradients of rows that the next batch reads go first; the others
+    follow behind the next step. `agrees`: as in `serial`.
     """
-    compute = _compute(micro_batches, ("agree", "send_exclusive_rows", "send_collision_rows"))
+    agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
+    compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
     last = compute[-1].key
-    deferred = (
-        Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),
-        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), batch=-1, uses=("ids", "gradients")),
-        Operation(
-            "update_deferred",
-            "deferred",
-            "optimizer",
-            ("send_deferred_gradients",),
-            batch=-1,
-            writes=("deferred",),
-            uses=("ids",),
-        ),
+    of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=("ids",)),
         Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=("ids",)),
@@ -139,7 +134,7 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
         ),
         Operation("send_exclusive_rows", "deferred", "deferred rows", ("look_up_exclusive",), batch=1, fills="rows"),
     )
-    urgent = (
+    shared = (
         Operation(
             "send_urgent_gradients",
             "urgent",
@@ -161,12 +156,25 @@ def overlapped(*, micro_batches: int = 1) -> Schedule:
         ),
         Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
     )
+    others = (
+        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), uses=("ids", "gradients")),
+        Operation(
+            "update_deferred",
+            "deferred",
+            "optimizer",
+            ("send_deferred_gradients",),
+            writes=("deferred",),
+            uses=("ids",),
+        ),
+    )
     return Schedule(
         (
             Operation("prepare", "host", "host", batch=1),
-            *deferred,
+            *agree,
+            *of_next,
             *compute,
-            *urgent,
+            *shared,
+            *others,
             Operation("update_dense", "compute", "optimizer", (last,)),
         ),
         {"ids": 3, "split": 2, "rows": 2, "gradients": 2},

@@ -30,6 +30,7 @@ from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
+from freescale.transport.c10d import C10d
 from freescale.transport.world import World, apart, beside
 
 _STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
@@ -89,7 +90,7 @@ def build(
         deadline=config.train.deadline,
     )
     world.transport.watcher = bubbles.recorder.arrive
-    parallel = data_parallel(assembly.network, world.group, bubbles.recorder)
+    parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
     overlaps = assembly.tables is not None and config.tables.overlap == "on" and world.ranks > 1
     step = Step(
@@ -99,7 +100,7 @@ def build(
         _schedule(config, overlaps=overlaps, sharded=assembly.tables is not None),
         world,
         bubbles.recorder,
-        deferred=beside(world, deadline=config.train.deadline) if overlaps else None,
+        deferred=_deferred(config, world) if overlaps else None,
         micro_batches=config.train.micro_batches,
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
@@ -124,6 +125,10 @@ def build(
     for line in assembly.plan:
         journal.say(line)
     return Trainer(parts, folder, journal)
+
+
+def _deferred(config: RunConfig, world: World) -> C10d:
+    return beside(world.group, world.transport.peers.store, deadline=config.train.deadline)
 
 
 def _schedule(config: RunConfig, *, overlaps: bool, sharded: bool) -> Schedule:

@@ -14,6 +14,8 @@ from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted, deduplicate
 from freescale.models.protocol import Model, Rows
+from freescale.transport.c10d import C10d
+from freescale.transport.world import World
 
 
 class Network(nn.Module):
@@ -56,19 +58,16 @@ class Network(nn.Module):
         return self.model(inputs, self.rows(wanted, moved))
 
 
-def data_parallel(
-    network: Network, group: dist.ProcessGroup, recorder: Recorder | None = None
-) -> DistributedDataParallel:
+def data_parallel(network: Network, world: World, recorder: Recorder | None = None) -> DistributedDataParallel:
     """Wrap for training on several ranks: gradients are summed, since each rank divides by the global count already.
 
     Looking for unused parameters keeps DDP from regrouping its buckets after the first step; a regrouped sum has
     another order of additions, and a resumed run would not be bitwise the uninterrupted one.
     """
-    parallel = DistributedDataParallel(network, process_group=group, find_unused_parameters=True)
-    parallel.register_comm_hook(group, _add_up if recorder is None else watched(_add_up, recorder))
+    parallel = DistributedDataParallel(network, process_group=world.group, find_unused_parameters=True)
+    parallel.register_comm_hook(world.transport, _add_up if recorder is None else watched(_add_up, recorder))
     return parallel
 
 
-def _add_up(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+def _add_up(transport: C10d, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return transport.add_up_gradients(bucket)

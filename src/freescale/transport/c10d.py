@@ -15,10 +15,11 @@ class C10d:
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, deadline: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
-        self._group, self._deadline = group, deadline
+        self.deadline, self._group = deadline, group
         self._device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self.watcher: Callable[[str], Flight] | None = None
         """Is told the name of every transfer that begins."""
+        self._under_way: set[dist.Work] = set()
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
@@ -49,6 +50,30 @@ class C10d:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
         return int(self.all_reduce(torch.tensor([number], device=self._device), name=name).wait()[0])
 
+    def largest(self, number: int, *, name: str) -> int:
+        """The largest of one number of each rank."""
+        values = torch.tensor([number], device=self._device)
+
+        def begin() -> dist.Work | None:
+            return dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        return int(self._start(begin, name, lambda: values).wait()[0])
+
+    def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        self._under_way.add(work)
+
+        def landed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            self._under_way.discard(work)
+            return done.value()[0]
+
+        return work.get_future().then(landed)
+
+    def busy(self) -> bool:
+        """Whether any transfer has begun here that has not ended."""
+        return any(not work.is_completed() for work in list(self._under_way))
+
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Guard waits that torch does by itself, such as DDP's: if one fails because of a rank, that rank is named."""
@@ -64,4 +89,10 @@ class C10d:
         work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
-        return Handle(work, finish, operation=name, peers=self.peers, deadline=self._deadline, flight=flight)
+        self._under_way.add(work)
+
+        def landed() -> Tensor:
+            self._under_way.discard(work)
+            return finish()
+
+        return Handle(work, landed, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)

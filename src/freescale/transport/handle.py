@@ -6,16 +6,18 @@ the store, and after a moment of grace whoever has not signed is named.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from freescale.errors import TransportError, reason
 
 T = TypeVar("T")
+Out = TypeVar("Out", covariant=True)
 _GRACE_SECONDS = 2.0
 
 
@@ -60,6 +62,39 @@ class Flight(Protocol):
     def landed(self) -> None:
         """It is done."""
         ...
+
+
+class Arriving(Protocol[Out]):
+    """What a transfer will give."""
+
+    def wait(self) -> Out:
+        """Give it once it is there."""
+        ...
+
+
+class Transport(Protocol):
+    """What moves rows between ranks, whichever way."""
+
+    peers: Peers
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Arriving[Tensor]:
+        """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
+        ...
+
+    def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+        """Add up values over all ranks, in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Landed(Generic[T]):
+    """The result of a transfer that has ended."""
+
+    value: T
+
+    def wait(self) -> T:
+        """Give it."""
+        return self.value
 
 
 class Handle(Generic[T]):

@@ -55,11 +55,12 @@ def apart(*, deadline: float) -> C10d:
     return C10d(group, dist.distributed_c10d._get_default_store(), deadline=deadline)
 
 
-def beside(world: World, *, deadline: float) -> C10d:
-    """Transfers between the same devices in a group of their own, which neither wait for nor hold up the others."""
-    group = dist.new_group(timeout=timedelta(seconds=deadline))
-    assert isinstance(group, dist.ProcessGroup)
-    return C10d(group, world.transport.peers.store, deadline=deadline)
+def beside(group: dist.ProcessGroup, store: dist.Store, *, deadline: float) -> C10d:
+    """Transfers between the ranks of a group in another one, which neither wait for nor hold up those of the first."""
+    ranks = dist.get_process_group_ranks(group)
+    other = dist.new_group(ranks, timeout=timedelta(seconds=deadline))
+    assert isinstance(other, dist.ProcessGroup)
+    return C10d(other, store, deadline=deadline)
 
 
 def leave() -> None:

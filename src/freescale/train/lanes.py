@@ -1,0 +1,90 @@
+"""Where the operations of a step run: whose method does each, on which exchange, recorded under which cause."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
+
+from freescale.bubbles.recorder import Flight as Transfer
+from freescale.bubbles.recorder import Recorder
+from freescale.embedding.prioritized import Held, Journey, RowOperations, held
+from freescale.embedding.sharded import ShardedTables
+from freescale.overlap.executor import Executor, Rest
+from freescale.overlap.schedule import Operation, Schedule
+from freescale.transport.c10d import C10d
+from freescale.transport.handle import Transport
+from freescale.transport.yielding import Yielding
+
+
+class Travels(Protocol):
+    """A batch on its way through a step."""
+
+    journey: Journey
+
+
+F = TypeVar("F", bound=Travels)
+
+
+class Lanes(Generic[F]):
+    """Runs the steps of a schedule. Operations on rows are done by `RowOperations`, all others by methods of `does`.
+
+    `deferred`: another group of the same ranks; what goes behind compute goes there, and gives way to `urgent`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        does: Any,
+        tables: ShardedTables | None,
+        *,
+        urgent: C10d,
+        deferred: C10d | None,
+        recorder: Recorder | None,
+        strictly_serial: bool = False,
+    ) -> None:
+        self._does, self._recorder = does, recorder
+        self.deferred_cause = ""
+        """Of what goes on behind the step right now."""
+        self.most_held = Held(0, 0, 0)
+        """The most bytes that batches under way held after a step."""
+        self._rows = None if tables is None else RowOperations(tables)
+        self.transports: dict[str, Transport] = {"urgent": urgent}
+        if deferred is not None and tables is not None:
+            deferred.watcher = None if recorder is None else _watching(recorder, self)
+            self.transports["deferred"] = Yielding(deferred, urgent=urgent)
+            tables.add_lane("deferred", self.transports["deferred"])
+        self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, strictly_serial=strictly_serial)
+
+    def run(self, flight: F, following: F | None) -> None:
+        """One step. Afterwards the next batch's rows and this one's gradients may be on their way."""
+        self.executor.run(flight, following)
+        now = held([one.journey for one in self.executor.under_way])
+        self.most_held = Held(*map(max, self.most_held, now))
+
+    def _do(self, operation: Operation, flight: F) -> Rest | None:
+        if operation.lane == "deferred" and self.executor.overlaps:  # another thread: only its traffic is recorded
+            self.deferred_cause = operation.cause
+            return self._done(operation, flight)
+        with self._during(operation.cause):
+            return self._done(operation, flight)
+
+    def _done(self, operation: Operation, flight: F) -> Rest | None:
+        if hasattr(self._rows, operation.name):
+            return getattr(self._rows, operation.name)(flight.journey, operation.lane)
+        return getattr(self._does, operation.name)(flight, operation)
+
+    def _during(self, cause: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.during(cause)
+
+    def _waiting(self, cause: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
+
+
+def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str], Transfer]:
+    """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
+
+    def arrive(name: str) -> Transfer:
+        if not lanes.executor.overlaps:
+            return recorder.arrive(name)
+        return recorder.arrive(name, lanes.deferred_cause, alone=True)
+
+    return arrive

@@ -1,0 +1,274 @@
+"""Prioritized embeddings in somebody else's training: their model in DistributedModelParallel, their optimizer, loader.
+
+A pipeline runs the schedule that the trainer runs. While a batch is computed, the rows of the next one are fetched, but
+for those that this batch changes; what is learnt is what the plain loop learns. Nothing is traced or rewritten: the
+pipeline finds the KeyedJaggedTensor of a batch that holds the features of a collection, and a collection that is asked
+for anything else says so.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from freescale.bubbles.book import Bubbles
+from freescale.embedding.fused import Collection, FusedShard
+from freescale.embedding.prioritized import Held, Journey, given
+from freescale.embedding.sharded import ShardedTables
+from freescale.embedding.sharder import PrioritizedEmbeddingCollection, Serve
+from freescale.embedding.tables import Table
+from freescale.embedding.unique import deduplicate
+from freescale.errors import UsageError
+from freescale.overlap.hazards import require_safe
+from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
+from freescale.train.lanes import Lanes
+from freescale.transport.c10d import C10d
+from freescale.transport.world import beside
+
+B = TypeVar("B")
+
+
+@dataclass
+class Flight(Generic[B]):
+    """One batch on its way."""
+
+    batch: B
+    """As the loader gave it."""
+    journey: Journey = field(default_factory=Journey)
+    features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
+    """Of each collection."""
+    places: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """Of each feature of a collection: where its ids stand among the distinct ones of their table."""
+    on_device: B | None = None
+    losses: Tensor | None = None
+    output: Any = None
+
+
+class Pipeline(Generic[B]):
+    """Trains on the batches of a loader and gives the model's output for each, as TorchRec's pipelines do:
+
+    for output in fs.Pipeline(model, optimizer, loader): ...
+
+    In training the model gives (losses, output). Every rank must have equally many batches. `features`: which
+    KeyedJaggedTensors a batch holds, where they are not fields of it. `bubbles`: records where the time goes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[B],
+        *,
+        features: Callable[[B], Sequence[KeyedJaggedTensor]] | None = None,
+        device: torch.device | None = None,
+        bubbles: Bubbles | None = None,
+        deadline: float = 600.0,
+        overlap: bool = True,
+    ) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._features, self._device = features or _fields_of, device or torch.device("cpu")
+        found = [(n, m) for n, m in model.named_modules() if isinstance(m, PrioritizedEmbeddingCollection)]
+        if not found:
+            raise UsageError(
+                "the model has no prioritized embeddings",
+                remedy="give DistributedModelParallel sharders=[fs.PrioritizedEmbeddingSharder()]",
+            )
+        self._collections = dict(found)
+        group = next(iter(self._collections.values())).env.process_group
+        assert group is not None
+        store = dist.distributed_c10d._get_default_store()
+        urgent, overlaps = C10d(group, store, deadline=deadline), overlap and group.size() > 1
+        self._tables = ShardedTables(*_own_rows(self._collections), urgent)
+        self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
+        if bubbles is not None:
+            urgent.watcher = bubbles.recorder.arrive
+        self._lanes: Lanes[Flight[B]] = Lanes(
+            _schedule(overlaps=overlaps),
+            self,
+            self._tables,
+            urgent=urgent,
+            deferred=beside(group, store, deadline=deadline) if overlaps else None,
+            recorder=None if bubbles is None else bubbles.recorder,
+        )
+        self._divisor = group.size() if get_gradient_division() else 1
+        self._computing: Flight[B] | None = None
+        for path, collection in found:
+            collection.served(self._served(path), settle=self.settle, forget=self.forget)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Train on every batch that the loader gives."""
+        batches = iter(self._loader)
+        batch = next(batches, None)
+        try:
+            while batch is not None:
+                following = next(batches, None)
+                yield self._step(batch, following)
+                batch = following
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring the tables to where they stand after the last step. Called by itself before they are read or saved."""
+        self._lanes.executor.settle()
+
+    def forget(self) -> None:
+        """Drop rows that were fetched ahead, since somebody else changes the tables."""
+        self._lanes.executor.forget()
+
+    def close(self) -> None:
+        """End what runs beside the step."""
+        self._lanes.executor.close()
+
+    @property
+    def held(self) -> Held:
+        """The most bytes that batches under way held on this rank between two steps."""
+        return self._lanes.most_held
+
+    def _step(self, batch: B, following: B | None) -> Any:
+        flight = self._lanes.executor.expected
+        if flight is None or flight.batch is not batch:
+            flight = Flight(batch)
+        after = None if following is None else Flight(following, Journey(before=flight.journey))
+        self._lanes.run(flight, after)
+        return flight.output
+
+    def prepare(self, flight: Flight[B], _: Operation) -> None:
+        """Bring the batch to the device and find the distinct ids of every table."""
+        flight.on_device = _to(flight.batch, self._device)
+        found = list(self._features(flight.on_device))
+        wanted = {}
+        for path, collection in self._collections.items():
+            names = [feature for table in collection.tables for feature in table.feature_names]
+            flight.features[path] = _holding(found, names, path)
+            of_feature = flight.features[path].to_dict()
+            for table in collection.tables:
+                ids = [of_feature[feature].values() for feature in table.feature_names]
+                one = deduplicate(torch.cat(ids), rows=table.num_embeddings)
+                wanted[_name(path, table.name)] = one
+                places = one.index.split([len(some) for some in ids])
+                flight.places |= {(path, f): place for f, place in zip(table.feature_names, places, strict=True)}
+        flight.journey.wanted = wanted
+
+    def forward(self, flight: Flight[B], _: Operation) -> None:
+        """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
+        with self._shard.steady_rates():
+            self._optimizer.zero_grad()
+        flight.journey.lr = self._shard.rates()
+        for values in given(flight.journey.rows).values():
+            values.requires_grad_()
+        self._computing = flight
+        try:
+            flight.losses, flight.output = self._model(flight.on_device)
+        finally:
+            self._computing = None
+
+    def backward(self, flight: Flight[B], _: Operation) -> None:
+        """Gradients of rows and of the dense part. TorchRec means over ranks, so rows do too."""
+        given(flight.losses).sum().backward()
+        flight.losses = None
+        for gradient in flight.journey.row_gradients.values():
+            gradient.div_(self._divisor)
+
+    def update_dense(self, _: Flight[B], __: Operation) -> None:
+        """Let their optimizer change the dense part. What it says about tables is their learning rate."""
+        with self._shard.steady_rates():
+            self._optimizer.step()
+
+    def _served(self, path: str) -> Serve:
+        collection = self._collections[path]
+        tables = {feature: _name(path, t.name) for t in collection.tables for feature in t.feature_names}
+
+        def serve(features: KeyedJaggedTensor) -> dict[str, JaggedTensor] | None:
+            flight = self._computing
+            if flight is None:
+                (self.forget if collection.training and torch.is_grad_enabled() else self.settle)()
+                return None
+            _require_announced(features, flight.features[path], list(tables), path)
+            rows, of_feature = given(flight.journey.rows), flight.features[path].to_dict()
+            return {
+                feature: JaggedTensor(
+                    values=functional.embedding(flight.places[path, feature], rows[table]),
+                    lengths=of_feature[feature].lengths(),
+                )
+                for feature, table in tables.items()
+            }
+
+        return serve
+
+
+def _schedule(*, overlaps: bool) -> Schedule:
+    found = overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False)
+    require_safe(found)
+    return found
+
+
+def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:
+    """All tables of a model, and what keeps this rank's rows of them."""
+    named = {path: {t.name: _name(path, t.name) for t in one.tables} for path, one in collections.items()}
+    tables = [
+        Table(named[path][t.name], t.num_embeddings, t.embedding_dim)
+        for path, one in collections.items()
+        for t in one.tables
+    ]
+    return tables, FusedShard([Collection(one, named[path]) for path, one in collections.items()])
+
+
+def _name(path: str, table: str) -> str:
+    """Tables of two collections may have one name."""
+    return f"{path}/{table}"
+
+
+def _to(batch: B, device: torch.device) -> B:
+    move = getattr(batch, "to", None)
+    return batch if move is None else move(device, non_blocking=True)
+
+
+def _fields_of(batch: Any) -> list[KeyedJaggedTensor]:
+    """The KeyedJaggedTensors of a batch: itself, its items, or its fields."""
+    if isinstance(batch, KeyedJaggedTensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        values: Iterable[Any] = batch.values()
+    elif isinstance(batch, Sequence):
+        values = batch
+    else:
+        values = [getattr(batch, f.name) for f in fields(batch)] if is_dataclass(batch) else vars(batch).values()
+    return [value for value in values if isinstance(value, KeyedJaggedTensor)]
+
+
+def _holding(found: list[KeyedJaggedTensor], names: list[str], path: str) -> KeyedJaggedTensor:
+    """The one that holds the features of a collection."""
+    holding = [one for one in found if set(names) <= set(one.keys())]
+    if len(holding) == 1:
+        return holding[0]
+    raise UsageError(
+        f"{len(holding)} of the {len(found)} KeyedJaggedTensors of a batch hold the features {', '.join(names)}",
+        where=f"collection '{path}'",
+        remedy="say which there are: fs.Pipeline(..., features=lambda batch: [batch.of_users, batch.of_items])",
+    )
+
+
+def _require_announced(
+    given_now: KeyedJaggedTensor, announced: KeyedJaggedTensor, names: Sequence[str], path: str
+) -> None:
+    """Rows were fetched for what the batch holds; a model that asks for something else would get the wrong ones."""
+    if given_now is announced or given_now.values() is announced.values():
+        return
+    now, then = given_now.to_dict(), announced.to_dict()
+    same = [
+        torch.equal(now[name].values(), then[name].values()) and torch.equal(now[name].lengths(), then[name].lengths())
+        for name in names
+        if name in now
+    ]
+    if not all(same) or len(same) < len(names):
+        raise UsageError(
+            "the model looks up other ids than the batch holds, so their rows were not fetched",
+            where=f"collection '{path}'",
+            remedy="let the loader change ids, or say what is looked up: fs.Pipeline(..., features=...)",
+        )

@@ -1,0 +1,131 @@
+"""Promise: behind TorchRec's wrapper, prioritized training is the serial one to the last bit, and TorchRec's own."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+import freescale as fs
+from freescale.transport.c10d import C10d
+from freescale.transport.handle import Handle
+from tests.ranks import Ranks, World
+from tests.torchrec_model import batches, sharded
+from tests.training import Arrays, same
+
+STEPS, RUNS = 200, 50
+FUSED = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+
+
+def optimizer_of(model: DistributedModelParallel) -> CombinedOptimizer:
+    """Of the dense part and, for its learning rate, of the tables."""
+    dense = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
+    return CombinedOptimizer(
+        [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
+    )
+
+
+def slow_down(optimizer: CombinedOptimizer) -> None:
+    groups: list[Any] = list(optimizer.param_groups)
+    for group in groups:
+        group["lr"] *= 0.99
+
+
+def held(model: DistributedModelParallel) -> Arrays:
+    """Own rows, their optimizer and the dense part."""
+    found = {}
+    for name, value in model.state_dict().items():
+        found[name] = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+    for name, state in model.fused_optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            found[f"{name}.{key}"] = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+    return {name: value.clone().numpy() for name, value in found.items()}
+
+
+def prioritized(world: World, optimizer: str, shared: float, steps: int, overlap: bool) -> tuple[list[float], Arrays]:
+    fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
+    model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=fused))
+    rates = optimizer_of(model)
+    pipeline = fs.Pipeline(model, rates, batches(world, 1, steps, shared), overlap=overlap)
+    losses = []
+    for step, (loss, _) in enumerate(pipeline):
+        losses.append(float(loss))
+        slow_down(rates)
+        if step % 50 == 7:
+            model.state_dict()
+    pipeline.close()
+    return losses, held(model)
+
+
+def plainly(world: World, optimizer: str, shared: float, steps: int) -> tuple[list[float], Arrays]:
+    """TorchRec's own loop."""
+    fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
+    model = sharded(world, EmbeddingCollectionSharder(fused_params=fused))
+    rates, losses = optimizer_of(model), []
+    for batch in batches(world, 1, steps, shared):
+        rates.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        rates.step()
+        losses.append(float(loss))
+        slow_down(rates)
+    return losses, held(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("shared", [0.0, 0.05, 0.3, 1.0])
+def test_prioritized_is_bitwise_serial(groups: dict[int, Ranks], ranks: int, optimizer: str, shared: float) -> None:
+    serial, overlapped = (groups[ranks].run(prioritized, optimizer, shared, STEPS, on) for on in (False, True))
+    for (losses, arrays), (other_losses, other_arrays) in zip(serial, overlapped, strict=True):
+        assert losses == other_losses
+        assert same(arrays, other_arrays)
+
+
+def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
+    """Some short runs; whenever anything is sent or waited for, somebody is late."""
+    rng, lock = np.random.default_rng([3, world.rank]), threading.Lock()
+
+    def late() -> None:
+        with lock:
+            seconds = float(rng.exponential(4e-4) * rng.integers(0, 2))
+        time.sleep(seconds)
+
+    start, wait = C10d._start, Handle.wait
+    C10d._start = lambda *words: (late(), start(*words))[1]  # type: ignore[method-assign]
+    Handle.wait = lambda self: (late(), wait(self))[1]  # type: ignore[method-assign]
+    try:
+        return [prioritized(world, "rowwise_adagrad", 0.3, 8, True) for _ in range(runs)]
+    finally:
+        C10d._start, Handle.wait = start, wait  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whoever_is_late_the_result_is_bitwise_the_same(groups: dict[int, Ranks], ranks: int) -> None:
+    serial = groups[ranks].run(prioritized, "rowwise_adagrad", 0.3, 8, False)
+    for (losses, arrays), runs in zip(serial, groups[ranks].run(delayed, RUNS), strict=True):
+        assert len(runs) == RUNS
+        for other_losses, other_arrays in runs:
+            assert losses == other_losses
+            assert same(arrays, other_arrays)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize(("steps", "bound"), [(1, 1e-5), (20, 1e-3)])
+def test_steps_are_those_of_torchrec(
+    groups: dict[int, Ranks], ranks: int, optimizer: str, steps: int, bound: float
+) -> None:
+    theirs = groups[ranks].run(plainly, optimizer, 0.3, steps)
+    ours = groups[ranks].run(prioritized, optimizer, 0.3, steps, True)
+    for (losses, arrays), (our_losses, our_arrays) in zip(theirs, ours, strict=True):
+        assert our_losses == pytest.approx(losses, rel=bound)
+        assert arrays.keys() == our_arrays.keys()
+        for name, value in arrays.items():
+            assert np.linalg.norm(value - our_arrays[name]) <= bound * np.linalg.norm(value), name

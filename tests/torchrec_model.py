@@ -1,0 +1,106 @@
+"""A model of somebody who trains with TorchRec: three features over two tables of one width, one over a third."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.ranks import World
+
+ITEMS, USERS, SHOPS = 400, 90, 30
+FEATURES = {"clicked": ITEMS, "bought": ITEMS, "user": USERS, "shop": SHOPS}
+
+
+@dataclass
+class Batch:
+    """What their loader gives."""
+
+    ids: KeyedJaggedTensor
+    labels: Tensor
+
+
+class Theirs(nn.Module):
+    """Sums of rows through a small net to a loss; nothing in it knows how rows travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [("item", ITEMS, ["clicked", "bought"]), ("user", USERS, ["user"])]
+        self.wide = EmbeddingCollection(device=torch.device("meta"), tables=[_table(*one, 16) for one in wide])
+        narrow = [_table("shop", SHOPS, ["shop"], 4)]
+        self.narrow = EmbeddingCollection(device=torch.device("meta"), tables=narrow)
+        self.over = nn.Sequential(nn.Linear(3 * 16 + 4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        rows = {**dict(self.wide(batch.ids).items()), **dict(self.narrow(batch.ids).items())}
+        pooled = [_sums(rows[name].values(), rows[name].lengths()) for name in FEATURES]
+        out = self.over(torch.cat(pooled, 1))[:, 0]
+        loss = (out - batch.labels).square().mean()
+        return loss, (loss.detach(), out.detach())
+
+
+def _table(name: str, rows: int, features: list[str], dim: int) -> EmbeddingConfig:
+    return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features)
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, values)
+
+
+def sharded(world: World, sharder: EmbeddingCollectionSharder) -> DistributedModelParallel:
+    """The model over all ranks, with the same weights whoever shards it."""
+    torch.manual_seed(5)
+    model = Theirs()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world.ranks, compute_device="cpu"),
+        constraints={
+            name: ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
+            for name in ("item", "user", "shop")
+        },
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    sharders: list[Any] = [sharder]
+    plan = planner.collective_plan(model, sharders, group)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    for name, weight in parallel.state_dict().items():
+        if "embeddings" in name:
+            (shard,) = weight.local_shards()
+            first, dim = shard.metadata.shard_offsets[0], shard.tensor.shape[1]
+            number = torch.arange(first * dim, (first + len(shard.tensor)) * dim)
+            shard.tensor.copy_(torch.sin(number.float() * 12.9898).view(-1, dim) * 0.1)
+    return parallel
+
+
+def batches(world: World, seed: int, steps: int, shared: float) -> Iterator[Batch]:
+    """Batches of unequal sizes. `shared`: about which part of a batch's ids the one before has too."""
+    rng = np.random.default_rng([seed, world.rank])
+    for step in range(steps):
+        size = int(rng.integers(1, 6))
+        lengths = rng.integers(0, 5, (len(FEATURES), size))
+        values = [
+            _ids(rng, int(n.sum()), rows, step, shared) for n, rows in zip(lengths, FEATURES.values(), strict=True)
+        ]
+        ids = KeyedJaggedTensor(
+            keys=list(FEATURES),
+            values=torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(lengths.ravel()),
+        )
+        yield Batch(ids, torch.from_numpy(rng.normal(size=size)).float())
+
+
+def _ids(rng: np.random.Generator, count: int, rows: int, step: int, shared: float) -> np.ndarray[Any, Any]:
+    """Ids of odd and even steps are apart, but for a share of them."""
+    own = rng.integers(0, rows // 3, count) + (step % 2) * (rows // 3)
+    common = rng.integers(0, rows // 3, count) + 2 * (rows // 3)
+    return np.where(rng.random(count) < shared, common, own)
