@@ -9,7 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 
-INTERFACE = "e0"
+INTERFACE, ADDRESS = "e0", "10.77.0.{}"
 _NEW_NETWORK = 0x40000000
 
 
@@ -38,7 +38,7 @@ class Lab:
             pair = ["name", INTERFACE, "type", "veth", "peer", "name", f"p{number}", "netns", self._switch]
             _ip(["ip", "-n", host, "link", "add", *pair])
             _ip(["ip", "-n", self._switch, "link", "set", f"p{number}", "master", "bridge", "up"])
-            _ip(["ip", "-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE])
+            _ip(["ip", "-n", host, "addr", "add", f"{ADDRESS.format(number + 1)}/24", "dev", INTERFACE])
             for link in (INTERFACE, "lo"):
                 _ip(["ip", "-n", host, "link", "set", link, "up"])
 

@@ -1,4 +1,4 @@
-"""Draw a kept result. Needs the extra `viz`.
+"""Draw a kept result: that of streaming or of embedding. Needs the extra `viz`.
 
 python benchmarks/picture.py benchmarks/results/streaming.json benchmarks/results/streaming.png
 """
@@ -6,16 +6,16 @@ python benchmarks/picture.py benchmarks/results/streaming.json benchmarks/result
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 
-def main(source: Path, target: Path) -> None:
-    kept = json.loads(source.read_text())
-    rows = kept["results"]
+def streaming(rows: list[Any]) -> Figure:
     names = [f"{row['preset']}\n{row['order']}" for row in rows]
     middle = [row["ratio_median"] for row in rows]
     spread = [
@@ -31,6 +31,28 @@ def main(source: Path, target: Path) -> None:
     memory.axhline(400, color="#d1495b", linestyle="--", label="bound")
     memory.set(title="memory above the bare process, MB")
     memory.legend()
+    return figure
+
+
+def embedding(results: list[Any]) -> Figure:
+    swept = [result for result in results if "swept" in result.get("ids", "")]
+    share = [100 * result["collisions"] for result in swept]
+    law = results[-1]["linear_law"]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    plain = [result["torchrec_exposed_ms"] for result in swept]
+    axes.plot(share, plain, "o-", color="#d1495b", label="TorchRec's plain loop")
+    ours = [result["prioritized_exposed_ms"] for result in swept]
+    axes.plot(share, ours, "o", color="#1b6ca8", label="prioritized")
+    line = [law["base_ms"] + law["ms_per_percent"] * percent for percent in share]
+    axes.plot(share, line, "--", color="#1b6ca8", label=f"a line, R² = {law['r_squared']}")
+    axes.set(xlabel="ids that the batch before has too, %", ylabel="exposed per step, ms", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def main(source: Path, target: Path) -> None:
+    kept = json.loads(source.read_text())
+    figure = {"streaming": streaming, "embedding": embedding}[source.stem](kept["results"])
     figure.suptitle(kept["command"], fontsize=9)
     figure.savefig(target, dpi=110)
 

@@ -1,4 +1,4 @@
-"""Real ranks for measurements: processes over gloo on the loopback."""
+"""Real ranks for measurements: processes over gloo, on the loopback or on the hosts of a lab."""
 
 import os
 import pickle
@@ -12,23 +12,30 @@ import torch
 import torch.multiprocessing as mp
 
 from freescale.transport.world import join, leave
+from lab import ADDRESS, INTERFACE, Lab, enter
 
 
-def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Run `function(world, *arguments)` on every rank; gives what rank 0 returned."""
+def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab | None = None) -> Any:
+    """Run `function(world, *arguments)` on every rank; gives what rank 0 returned. Ranks of a lab: one per host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        mp.spawn(_run, (ranks, port, result, function, arguments), nprocs=ranks)
+        hosts = [] if lab is None else lab.hosts
+        mp.spawn(_run, (ranks, port, hosts, result, function, arguments), nprocs=ranks)
         return pickle.loads(result.read_bytes())
 
 
-def _run(rank: int, ranks: int, port: int, result: Path, function: Callable[..., Any], arguments: Any) -> None:
+def _run(
+    rank: int, ranks: int, port: int, hosts: list[str], result: Path, function: Callable[..., Any], arguments: Any
+) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if hosts:
+        enter(hosts[rank])
+        os.environ |= {"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": INTERFACE}
     torch.set_num_threads(1)
     world = join(deadline=120.0)
     found = function(world, *arguments)

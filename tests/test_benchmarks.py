@@ -101,6 +101,20 @@ def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path
     assert slow["idle_falls_by"] > 0.4
 
 
+def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -> None:
+    out, picture = tmp_path / "embedding.json", tmp_path / "embedding.png"
+    options = ["--steps", "4", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "3"]
+    options += ["--ids", "4096", "--seconds", "0.1", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "embedding.py", *options, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    overtakes, few, popular, *_ = json.loads(out.read_text())["results"]
+    assert overtakes["overtaking"]["yielding_ms"] < overtakes["overtaking"]["one_group_ms"]
+    assert few["exposed_falls_by_against_torchrec"] > 0.5
+    assert popular["bytes_over_torchrec"] < 0.6
+    subprocess.run([sys.executable, BENCHMARKS / "picture.py", out, picture], check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     options = ["--ranks", "3", "--steps", "1", "--passes", "1", "--calibration", "2", "--out", out]

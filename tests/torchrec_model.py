@@ -57,10 +57,10 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, values)
 
 
-def sharded(world: World, sharder: EmbeddingCollectionSharder) -> DistributedModelParallel:
+def sharded(world: World, sharder: EmbeddingCollectionSharder, kind: type[Theirs] = Theirs) -> DistributedModelParallel:
     """The model over all ranks, with the same weights whoever shards it."""
     torch.manual_seed(5)
-    model = Theirs()
+    model = kind()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world.ranks, compute_device="cpu"),
         constraints={

@@ -128,14 +128,22 @@ def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
         )
     kernel: SplitTableBatchedEmbeddingBagsCodegen = modules[0].emb_module
     if kernel.weights_precision != SparseType.FP32:
-        why = f"rows of {kernel.weights_precision.value} are rounded at random"
-    elif kernel.optimizer not in _OPTIMIZERS.values():
-        why = f"{kernel.optimizer} counts its updates or touches rows that no batch read; in two parts it learns else"
-    elif kernel.optimizer_args.weight_decay_mode not in _LOCAL_DECAY:
-        why = "its weight decay depends on more than the rows of a batch"
-    else:
-        return modules[0]
-    raise ConfigError(
+        raise not_exact(f"rows of {kernel.weights_precision.value} are rounded at random", where)
+    if kernel.optimizer_args.weight_decay_mode not in _LOCAL_DECAY:
+        raise not_exact("its weight decay depends on more than the rows of a batch", where)
+    require_exact(kernel.optimizer, where)
+    return modules[0]
+
+
+def require_exact(optimizer: EmbOptimType, where: str) -> None:
+    """Refuse an optimizer that learns something else when a step's rows are changed in two parts."""
+    if optimizer not in _OPTIMIZERS.values():
+        raise not_exact(f"{optimizer} counts its updates, or changes rows that no batch read", where)
+
+
+def not_exact(why: str, where: str) -> ConfigError:
+    """What is said to somebody whose tables cannot be changed in two parts."""
+    return ConfigError(
         f"prioritized embeddings would not be exact: {why}",
         where=where,
         remedy="use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it",

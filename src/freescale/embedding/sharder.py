@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from freescale.embedding.fused import kernel_of
+from freescale.embedding.fused import kernel_of, require_exact
 
 Serve = Callable[[KeyedJaggedTensor], dict[str, JaggedTensor] | None]
 """Gives rows that were fetched for these features; None if nobody fetched any."""
@@ -66,6 +66,8 @@ class PrioritizedEmbeddingSharder(EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> PrioritizedEmbeddingCollection:
         """As TorchRec's sharder; refused if the result of training could differ from TorchRec's."""
+        if self.fused_params and "optimizer" in self.fused_params:
+            require_exact(self.fused_params["optimizer"], module_fqn or "PrioritizedEmbeddingSharder")
         return PrioritizedEmbeddingCollection(
             module,
             params,

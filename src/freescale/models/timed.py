@@ -6,7 +6,7 @@ their values are of no use: every gradient is zero.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,19 @@ class _Stage(torch.autograd.Function):
         return gradients[0], None, None
 
 
+def waits(value: Tensor, parameters: Iterable[nn.Parameter], *, forward: float, backward: float) -> Tensor:
+    """A value, after so many seconds; its gradient takes so many on the way back.
+
+    Parameters take part stage by stage, so that their gradients, which are zero, come one by one.
+    """
+    ahead, back = _Lane(forward, _STAGES), _Lane(backward, _STAGES)
+    firsts = [parameter.flatten()[0] for parameter in parameters]
+    for stage in range(_STAGES):
+        taken = firsts[stage * len(firsts) // _STAGES : (stage + 1) * len(firsts) // _STAGES]
+        value = _Stage.apply(value + 0.0 * sum(taken), ahead, back)
+    return value
+
+
 class Timed(nn.Module):
     """Stands in for a model: its batches, tables and parameters, with a given time for its two passes."""
 
@@ -63,11 +76,7 @@ class Timed(nn.Module):
         return self.model.prepare(batch)
 
     def forward(self, inputs: Inputs, rows: Mapping[str, Rows]) -> Tensor:
-        """Nothing, after a while. Parameters take part stage by stage, so that their gradients come one by one."""
-        ahead, back = (_Lane(seconds, _STAGES) for seconds in self._seconds(inputs))
+        """Nothing, after a while."""
+        forward, backward = self._seconds(inputs)
         total = 0.0 * torch.stack([found.values.sum() for found in rows.values()]).sum()
-        parameters = [parameter.flatten()[0] for parameter in self.parameters()]
-        for stage in range(_STAGES):
-            taken = parameters[stage * len(parameters) // _STAGES : (stage + 1) * len(parameters) // _STAGES]
-            total = _Stage.apply(total + 0.0 * sum(taken), ahead, back)
-        return total
+        return waits(total, self.parameters(), forward=forward, backward=backward)

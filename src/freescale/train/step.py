@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.recorder import Recorder
 from freescale.data.batch import Batch
-from freescale.embedding.prioritized import Held, Journey
+from freescale.embedding.prioritized import Journey
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
 from freescale.overlap.schedule import Operation, Schedule
@@ -108,10 +108,12 @@ class Step:
         """Bring the tables to where they stand after the last step, whatever was put off."""
         self._lanes.executor.settle()
 
-    @property
-    def held(self) -> Held:
-        """The most bytes of ids, rows and gradients that batches under way held on this rank after a step."""
-        return self._lanes.most_held
+    def report(self) -> list[str]:
+        """What travelling behind compute cost, for people."""
+        if not self.looks_ahead:
+            return []
+        ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in self._lanes.most_held)
+        return [f"rows that travel behind compute held at most {rows}, their gradients {gradients}, ids {ids}"]
 
     def close(self) -> None:
         """End what runs beside the step."""

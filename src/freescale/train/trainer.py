@@ -99,8 +99,8 @@ class Trainer:
         self._journal.say(f"resumed from {checkpoint} at step {self.done}")
 
     def close(self) -> None:
-        """Say what was set aside, and end all output."""
-        for line in self.parts.loader.report():
+        """Say what was set aside and what was held, and end all output."""
+        for line in [*self.parts.loader.report(), *self.parts.step.report()]:
             self._journal.say(line)
         self._journal.close()
 

@@ -1,0 +1,197 @@
+"""Promise: a pipeline fits around somebody's TorchRec model; what it cannot do exactly it refuses, with the reason."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.tbe.config.optimizer_config import GlobalWeightDecayDefinition, WeightDecayMode
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import freescale as fs
+from freescale.embedding.prioritized import Held
+from freescale.errors import ConfigError, FreeScaleError, UsageError
+from tests.ranks import Ranks, World
+from tests.torchrec_model import Batch, Theirs, batches, sharded
+
+_DECAY = {
+    "weight_decay": 0.1,
+    "weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL,
+    "global_weight_decay": GlobalWeightDecayDefinition(start_iter=0),
+}
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+
+
+def model_of(world: World, prioritized: bool, **changes: Any) -> DistributedModelParallel:
+    kind = fs.PrioritizedEmbeddingSharder if prioritized else EmbeddingCollectionSharder
+    return sharded(world, kind(fused_params=FUSED | changes))
+
+
+def pipeline_of(model: DistributedModelParallel, loader: Any, **more: Any) -> fs.Pipeline[Batch]:
+    dense = [p for name, p in model.named_parameters() if "embeddings" not in name]
+    return fs.Pipeline(model, torch.optim.SGD(dense, lr=0.05), loader, **more)
+
+
+def load(model: DistributedModelParallel, state: Any) -> None:
+    model.load_state_dict(state)
+
+
+def train(model: DistributedModelParallel, loader: Iterator[Batch], prioritized: bool) -> list[float]:
+    if prioritized:
+        return [float(loss) for loss, _ in pipeline_of(model, loader)]
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "embeddings" not in name], lr=0.05)
+    losses = []
+    for batch in loader:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def moved(world: World, folder: str, first: bool) -> tuple[list[float], list[float]]:
+    """Losses after a checkpoint: of who wrote it, and of the other kind, which read it."""
+    one, other = model_of(world, first), model_of(world, not first)
+    train(one, batches(world, 1, 6, 0.3), first)
+    train(other, batches(world, 2, 3, 0.3), not first)  # whatever it was before
+    saved = {"model": one.state_dict(), "tables": one.fused_optimizer.state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    read = {"model": other.state_dict(), "tables": other.fused_optimizer.state_dict()}
+    dcp.load(read, checkpoint_id=folder)
+    load(other, read["model"])
+    other.fused_optimizer.load_state_dict(read["tables"])
+    return tuple(train(model, batches(world, 3, 6, 0.3), kind) for model, kind in ((one, first), (other, not first)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["prioritized to plain", "plain to prioritized"])
+def test_a_checkpoint_moves_between_torchrec_and_prioritized(
+    groups: dict[int, Ranks], tmp_path: Path, first: bool
+) -> None:
+    for wrote, read in groups[2].run(moved, str(tmp_path / "saved"), first):
+        assert read == pytest.approx(wrote, rel=1e-4)
+
+
+def interrupted(world: World, evaluate: bool) -> list[float]:
+    """Losses of a training, in the middle of which somebody else may use the model."""
+    model = model_of(world, True)
+    losses, held_out = [], next(batches(world, 9, 1, 0.5))
+    for step, (loss, _) in enumerate(pipeline_of(model, batches(world, 1, 12, 0.5))):
+        losses.append(float(loss))
+        if evaluate and step % 4 == 1:
+            model.eval()
+            with torch.no_grad():
+                _, (once, _) = model(held_out)
+                _, (again, _) = model(held_out)
+            model.train()
+            assert torch.equal(once, again)
+        if evaluate and step % 4 == 2:  # loading what was saved drops the rows that were fetched ahead
+            load(model, model.state_dict())
+    return losses
+
+
+def test_evaluation_and_loading_in_between_change_nothing(groups: dict[int, Ranks]) -> None:
+    assert groups[2].run(interrupted, True) == groups[2].run(interrupted, False)
+
+
+def stepped_aside(world: World) -> bool:
+    """A step of the plain loop in the middle of a pipeline: rows that were fetched ahead of it are not used."""
+    found = []
+    for aside in (True, False):
+        model = model_of(world, True)
+        losses = []
+        middle = list(batches(world, 7, 1, 1.0))
+        for step, (loss, _) in enumerate(pipeline_of(model, batches(world, 1, 8, 1.0), overlap=aside)):
+            losses.append(float(loss))
+            if step == 4:
+                train(model, iter(middle), prioritized=False)
+        found.append(losses)
+    return found[0] == found[1]
+
+
+def test_somebody_elses_step_in_between_is_seen(groups: dict[int, Ranks]) -> None:
+    assert all(groups[2].run(stepped_aside))
+
+
+def refused(world: World, what: str) -> str:
+    """What is said to somebody who does something that cannot be done."""
+    try:
+        _DO[what](world)
+    except FreeScaleError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+class Changing(Theirs):
+    """Looks up other ids than the batch holds."""
+
+    def forward(self, batch: Batch) -> Any:
+        ids = batch.ids
+        other = KeyedJaggedTensor(keys=ids.keys(), values=ids.values() // 2, lengths=ids.lengths())
+        return super().forward(Batch(other, batch.labels))
+
+
+def _other_ids(world: World) -> None:
+    model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=FUSED), Changing)
+    for _ in pipeline_of(model, batches(world, 1, 3, 0.1)):
+        pass
+
+
+def _hidden_features(world: World) -> None:
+    loader = ({"inside": [batch]} for batch in batches(world, 1, 3, 0.1))
+    for _ in pipeline_of(model_of(world, True), loader):
+        pass
+
+
+_DO = {
+    "adam": lambda world: model_of(world, True, optimizer=EmbOptimType.ADAM),
+    "decay": lambda world: model_of(world, True, **_DECAY),
+    "plain": lambda world: pipeline_of(model_of(world, False), []),
+    "other ids": _other_ids,
+    "hidden": _hidden_features,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ("adam", ConfigError, "counts its updates"),
+        ("decay", ConfigError, "more than the rows of a batch"),
+        ("plain", UsageError, "fs.PrioritizedEmbeddingSharder()"),
+        ("other ids", UsageError, "looks up other ids than the batch holds"),
+        ("hidden", UsageError, "0 of the 0 KeyedJaggedTensors"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_with_the_reason(
+    groups: dict[int, Ranks], what: str, error: type[Exception], words: str
+) -> None:
+    for said in groups[1].run(refused, what):
+        assert said.startswith(error.__name__), said
+        assert words in said
+        assert "remedy" in said
+
+
+def memory(world: World) -> tuple[Held, Held]:
+    """What was held between steps, and what one batch needs at most: ids, rows, gradients; asked here and there."""
+    loader = list(batches(world, 1, 30, 0.3))
+    pipeline = pipeline_of(model_of(world, True), loader)
+    for _ in pipeline:
+        pass
+    ids = max(len(batch.ids.values()) for batch in batches(world, 1, 30, 0.3))
+    most = torch.tensor(ids)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    asked = int(most) * world.ranks
+    return pipeline.held, Held(8 * asked, 64 * asked, 64 * asked)
+
+
+def test_between_steps_one_batch_of_rows_is_held_one_of_gradients_and_two_of_ids(groups: dict[int, Ranks]) -> None:
+    for held, of_batch in groups[2].run(memory):
+        assert 0 < held.rows <= of_batch.rows
+        assert held.gradients <= of_batch.gradients
+        assert 0 < held.ids <= 2 * 2 * of_batch.ids  # of each batch, those wanted and those asked for
