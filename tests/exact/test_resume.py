@@ -11,7 +11,7 @@ from freescale.train.build import build
 from tests.ranks import Ranks, World
 from tests.training import Arrays, apart, held, joined, same, small, whole
 
-FP32 = {"precision": "fp32", "save_every": 1, "keep": 100, "warmup_steps": 3, "decay": "cosine"}
+FP32 = {"precision": "fp32", "save_every": 10, "warmup_steps": 3, "decay": "cosine"}
 
 
 def train(world: World, config: RunConfig, folder: str, resume_at: int, stop_at: int) -> Arrays:
@@ -55,7 +55,7 @@ def test_a_run_is_bitwise_repeatable_and_resumes_bitwise_also_twice(
 
 
 def test_a_run_resumes_on_any_other_number_of_ranks(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
-    config = small(log, train={"save_every": 1, "keep": 100})
+    config = small(log, train={"save_every": 10})
     once = pieces([groups[2]], config, tmp_path / "a", [])
     for i, (counts, stops) in enumerate([((2, 4), [6]), ((4, 1), [13]), ((1, 4, 2), [3, 11])]):
         resumed = pieces([groups[count] for count in counts], config, tmp_path / str(i), stops)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -81,6 +81,41 @@ def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
     with pytest.raises(RuntimeError, match="the link is gone"):
         run()
     executor.close()
+
+
+class Streams:
+    """A device that has run only what its streams were told to wait for: one stream per thread."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, set[tuple[str, int]]] = {}
+
+    @property
+    def here(self) -> set[tuple[str, int]]:
+        return self.known.setdefault(threading.get_ident(), set())
+
+    def deferred(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def hand_over(self) -> Callable[[], None]:
+        launched = set(self.here)
+        return lambda: self.here.update(launched)
+
+
+def test_every_stream_waits_for_what_its_operations_need_from_the_other() -> None:
+    streams, missing = Streams(), []
+
+    def do(operation: Operation, batch: int) -> None:
+        needed = [(key, batch - operation.batch + of_batch) for key, of_batch in operation.needs()]
+        missing.extend([(operation.key, batch, one) for one in needed if one[1] >= 0 and one not in streams.here])
+        streams.here.add((operation.key, batch))
+
+    executor: Executor[int] = Executor(overlapped(), do, nothing, streams=streams)
+    for step in range(STEPS):
+        executor.run(step, step + 1)
+    executor.settle()
+    executor.close()
+    assert len(streams.known) == 2
+    assert missing == []
 
 
 def test_a_serial_schedule_needs_no_thread() -> None:

@@ -133,7 +133,7 @@ class RowOperations:
 
     def send_deferred_gradients(self, journey: Journey, lane: str) -> None:
         """Send all other gradients, behind the next step."""
-        gradients, route = journey.row_gradients, given(journey.route)
+        gradients, route = _used_here(journey.row_gradients), given(journey.route)
         if journey.leaves is not None:
             mask, route = journey.leaves.mask, journey.leaves.others
             gradients = {name: values[~mask[name]] for name, values in gradients.items()}
@@ -180,6 +180,14 @@ def _taken(values: dict[str, V]) -> dict[str, V]:
     found = dict(values)
     values.clear()
     return found
+
+
+def _used_here(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What another stream made, and is dropped before that stream knows that this one has used it."""
+    for value in values.values():
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+    return values
 
 
 def _put(rows: dict[str, Tensor], some: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -27,7 +28,7 @@ class PrioritizedEmbeddingCollection(ShardedEmbeddingCollection):
         super().__init__(*words, **named)
         kernel_of(self)  # refuses what would not be exact
         self._serve: Serve | None = None
-        self._settle: Callable[[], None] = lambda: None
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def tables(self) -> list[EmbeddingConfig]:
@@ -40,13 +41,17 @@ class PrioritizedEmbeddingCollection(ShardedEmbeddingCollection):
         return self._env
 
     def served(self, serve: Serve, *, settle: Callable[[], None], forget: Callable[[], None]) -> None:
-        """From now on a pipeline brings rows.
+        """From now on this pipeline brings rows, and no other.
 
         `settle` is called before anybody else reads the tables, `forget` before somebody else may change them.
         """
-        self._serve, self._settle = serve, settle
-        self.register_state_dict_pre_hook(lambda *_: settle())
-        self.register_load_state_dict_pre_hook(lambda *_: forget())
+        for hook in self._hooks:
+            hook.remove()
+        self._serve = serve
+        self._hooks = [
+            self.register_state_dict_pre_hook(lambda *_: settle()),
+            self.register_load_state_dict_pre_hook(lambda *_: forget()),
+        ]
 
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
         """Rows of every id, by feature."""

@@ -8,8 +8,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, Protocol, TypeVar
 
 from freescale.overlap.schedule import Operation, Schedule
 
@@ -20,19 +20,53 @@ Do = Callable[[Operation, F], Rest | None]
 """Does an operation on a batch."""
 Waits = Callable[[str], AbstractContextManager[None]]
 """Surrounds a wait for deferred work of some cause."""
+Take = Callable[[], None]
+
+
+class Streams(Protocol):
+    """Where a device runs what the lanes launch. A device that computes at once, as a CPU does, needs none."""
+
+    def deferred(self) -> AbstractContextManager[object]:
+        """What is launched inside runs beside everything else."""
+        ...
+
+    def hand_over(self) -> Take:
+        """Called where work was launched. What is launched after calling the result, anywhere, runs after that work."""
+        ...
+
+
+class NoStreams:
+    """Whatever was launched is done."""
+
+    def deferred(self) -> AbstractContextManager[object]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def hand_over(self) -> Take:
+        """Nothing to wait for."""
+        return lambda: None
 
 
 class Executor(Generic[F]):
     """Issues the operations of one step after another. Batches are whatever the operations work on."""
 
-    def __init__(self, schedule: Schedule, do: Do[F], waits: Waits, *, strictly_serial: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        do: Do[F],
+        waits: Waits,
+        *,
+        streams: Streams | None = None,
+        strictly_serial: bool = False,
+    ) -> None:
         self._schedule, self._do, self._waits = schedule, do, waits
+        self._streams = streams or NoStreams()
         deferred = any(operation.lane == "deferred" for operation in schedule.operations)
         self.overlaps = deferred and not strictly_serial
         self.looks_ahead = any(operation.batch > 0 for operation in schedule.operations)
-        self._lane = _Thread() if self.overlaps else None
+        self._lane = _Thread(self._streams) if self.overlaps else None
         self._operation = {operation.key: operation for operation in schedule.operations}
-        self._deferred: dict[tuple[str, int], tuple[Future[None], F]] = {}
+        self._deferred: dict[tuple[str, int], tuple[Future[Take], F]] = {}
         self._begun: dict[tuple[str, int], Rest] = {}
         self._batches: dict[int, F] = {}
         self._number = 0
@@ -88,7 +122,8 @@ class Executor(Generic[F]):
         self._finish([known for known in self._begun if known in needed or self._operation[known[0]].lane == lane])
         if lane == "deferred" and self._lane is not None:
             # All else that it waits for was issued before it on this lane, or on others and done.
-            future = self._lane.submit(lambda: _whole(self._do(operation, batch)))
+            taken = self._streams.hand_over()
+            future = self._lane.submit(lambda: self._behind(operation, batch, taken))
             self._deferred[operation.key, number] = future, batch
             return
         self._finish(needed)
@@ -98,6 +133,12 @@ class Executor(Generic[F]):
         else:
             _whole(rest)
 
+    def _behind(self, operation: Operation, batch: F, taken: Take) -> Take:
+        """On the deferred lane: take over what was launched before it, do it, and hand it over."""
+        taken()
+        _whole(self._do(operation, batch))
+        return self._streams.hand_over()
+
     def _finish(self, known: list[tuple[str, int]]) -> None:
         """Wait for what was only begun and for what is deferred. An error behind the step is raised here."""
         for one in known:
@@ -105,11 +146,10 @@ class Executor(Generic[F]):
             future, _ = self._deferred.pop(one, (None, None))
             if future is None:
                 continue
-            if future.done():
-                future.result()
-                continue
-            with self._waits(self._operation[one[0]].cause):
-                future.result()
+            if not future.done():
+                with self._waits(self._operation[one[0]].cause):
+                    future.result()
+            future.result()()
 
 
 def _whole(rest: Rest | None) -> None:
@@ -120,31 +160,31 @@ def _whole(rest: Rest | None) -> None:
 class _Thread:
     """Does one thing after another; nothing more once something has failed. It keeps no process from ending."""
 
-    def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+    def __init__(self, streams: Streams) -> None:
+        self._orders: queue.SimpleQueue[tuple[Future[Take], Callable[[], Take]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
-        threading.Thread(target=self._work, name="freescale-deferred", daemon=True).start()
+        threading.Thread(target=self._work, args=(streams,), name="freescale-deferred", daemon=True).start()
 
-    def submit(self, does: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
+    def submit(self, does: Callable[[], Take]) -> Future[Take]:
+        future: Future[Take] = Future()
         self._orders.put((future, does))
         return future
 
     def end(self) -> None:
         self._orders.put(None)
 
-    def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._do(*order)
-            del order  # it holds a batch
+    def _work(self, streams: Streams) -> None:
+        with streams.deferred():
+            while (order := self._orders.get()) is not None:
+                self._do(*order)
+                del order  # it holds a batch
 
-    def _do(self, future: Future[None], does: Callable[[], None]) -> None:
+    def _do(self, future: Future[Take], does: Callable[[], Take]) -> None:
+        if self._failed is not None:
+            future.set_exception(self._failed)
+            return
         try:
-            if self._failed is None:
-                does()
+            future.set_result(does())
         except BaseException as error:  # whatever it is, it belongs to who waits
             self._failed = error
-        if self._failed is None:
-            future.set_result(None)
-        else:
-            future.set_exception(self._failed)
+            future.set_exception(error)

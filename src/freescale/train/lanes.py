@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from freescale.bubbles.recorder import Flight as Transfer
 from freescale.bubbles.recorder import Recorder
 from freescale.embedding.prioritized import Held, Journey, RowOperations, held
 from freescale.embedding.sharded import ShardedTables
-from freescale.overlap.executor import Executor, Rest
+from freescale.overlap.executor import Executor, NoStreams, Rest, Streams
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Transport
@@ -39,6 +41,7 @@ class Lanes(Generic[F]):
         urgent: C10d,
         deferred: C10d | None,
         recorder: Recorder | None,
+        device: torch.device,
         strictly_serial: bool = False,
     ) -> None:
         self._does, self._recorder = does, recorder
@@ -52,7 +55,9 @@ class Lanes(Generic[F]):
             deferred.watcher = None if recorder is None else _watching(recorder, self)
             self.transports["deferred"] = Yielding(deferred, urgent=urgent)
             tables.add_lane("deferred", self.transports["deferred"])
-        self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, strictly_serial=strictly_serial)
+        self.executor: Executor[F] = Executor(
+            schedule, self._do, self._waiting, streams=streams_of(device), strictly_serial=strictly_serial
+        )
 
     def run(self, flight: F, following: F | None) -> None:
         """One step. Afterwards the next batch's rows and this one's gradients may be on their way."""
@@ -77,6 +82,27 @@ class Lanes(Generic[F]):
 
     def _waiting(self, cause: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
+
+
+class SideStream:
+    """A stream of a device for what is deferred. Not run by us: no GPU was at hand."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, torch.Stream(device)
+
+    def deferred(self) -> AbstractContextManager[object]:
+        """Launch there."""
+        return self._side
+
+    def hand_over(self) -> Callable[[], None]:
+        """By an event, which the other stream waits for; no host does."""
+        event = torch.accelerator.current_stream(self._device).record_event()
+        return lambda: torch.accelerator.current_stream(self._device).wait_event(event)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """What a device needs to run two lanes at once."""
+    return NoStreams() if device.type == "cpu" else SideStream(device)
 
 
 def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str], Transfer]:

@@ -95,6 +95,7 @@ class Pipeline(Generic[B]):
             urgent=urgent,
             deferred=beside(group, store, deadline=deadline) if overlaps else None,
             recorder=None if bubbles is None else bubbles.recorder,
+            device=self._device,
         )
         self._divisor = group.size() if get_gradient_division() else 1
         self._computing: Flight[B] | None = None

@@ -87,6 +87,7 @@ class Step:
             urgent=world.transport,
             deferred=deferred,
             recorder=recorder,
+            device=world.device,
             strictly_serial=strictly_serial,
         )
         self.looks_ahead = self._lanes.executor.looks_ahead
