@@ -117,3 +117,4 @@ def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
             pipe.send((True, function(world, *arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()  # a process whose groups are left open takes its time to end

@@ -92,7 +92,7 @@ def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
 
 def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
     out = tmp_path / "straggler.json"
-    options = ["--dim", "32", "--turns", "1", "--steps", "12", "--adapt-steps", "60", "--calibration-steps", "20"]
+    options = ["--dim", "32", "--turns", "1", "--steps", "10", "--adapt-steps", "52", "--calibration-steps", "16"]
     command = [sys.executable, BENCHMARKS / "straggler.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     _, timed, _, slow = json.loads(out.read_text())["results"]
@@ -103,7 +103,7 @@ def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path
 
 def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -> None:
     out, picture = tmp_path / "embedding.json", tmp_path / "embedding.png"
-    options = ["--steps", "4", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "3"]
+    options = ["--steps", "3", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "1"]
     options += ["--ids", "4096", "--seconds", "0.1", "--rounds", "1"]
     command = [sys.executable, BENCHMARKS / "embedding.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)

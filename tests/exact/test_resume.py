@@ -14,11 +14,11 @@ from tests.training import Arrays, apart, held, joined, same, small, whole
 FP32 = {"precision": "fp32", "save_every": 10, "warmup_steps": 3, "decay": "cosine"}
 
 
-def train(world: World, config: RunConfig, folder: str, resume_at: int, stop_at: int) -> Arrays:
-    """Train from the beginning or from a checkpoint; `stop_at` asks this rank to end, as a signal would."""
+def train(world: World, config: RunConfig, folder: str, resume: bool, stop_at: int) -> Arrays:
+    """Train from the beginning or from the newest checkpoint; `stop_at` asks this rank to end, as a signal would."""
     trainer = build(config, joined(world), Path(folder))
-    if resume_at:
-        trainer.resume(store.named(Path(folder) / "checkpoints", resume_at))
+    if resume:
+        trainer.resume(store.complete(Path(folder) / "checkpoints")[-1])
     run = trainer.parts.step.run
 
     def counted(*arguments: object, **options: object) -> object:
@@ -34,10 +34,9 @@ def train(world: World, config: RunConfig, folder: str, resume_at: int, stop_at:
 
 def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Sequence[int]) -> Arrays:
     """One run in pieces, each on its own ranks, resumed where the one before it stopped."""
-    begins, ends = [0, *stops], [*stops, 0]
     results: list[Arrays] = []
-    for group, begin, end in zip(ranks, begins, ends, strict=True):
-        results = group.run(train, config, str(folder), begin, end)
+    for number, (group, end) in enumerate(zip(ranks, [*stops, 0], strict=True)):
+        results = group.run(train, config, str(folder), number > 0, end)
     return whole(results)
 
 

@@ -42,7 +42,6 @@ class Lanes(Generic[F]):
         deferred: C10d | None,
         recorder: Recorder | None,
         device: torch.device,
-        strictly_serial: bool = False,
     ) -> None:
         self._does, self._recorder = does, recorder
         self.deferred_cause = ""
@@ -55,9 +54,7 @@ class Lanes(Generic[F]):
             deferred.watcher = None if recorder is None else _watching(recorder, self)
             self.transports["deferred"] = Yielding(deferred, urgent=urgent)
             tables.add_lane("deferred", self.transports["deferred"])
-        self.executor: Executor[F] = Executor(
-            schedule, self._do, self._waiting, streams=streams_of(device), strictly_serial=strictly_serial
-        )
+        self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, streams=streams_of(device))
 
     def run(self, flight: F, following: F | None) -> None:
         """One step. Afterwards the next batch's rows and this one's gradients may be on their way."""

@@ -75,7 +75,6 @@ class Step:
         micro_batches: int = 1,
         clip: float = 0.0,
         autocast: bool = False,
-        strictly_serial: bool = False,
     ) -> None:
         self._parallel, self._optimizer, self._world = parallel, optimizer, world
         self._network: Network = parallel.module
@@ -88,7 +87,6 @@ class Step:
             deferred=deferred,
             recorder=recorder,
             device=world.device,
-            strictly_serial=strictly_serial,
         )
         self.looks_ahead = self._lanes.executor.looks_ahead
 
