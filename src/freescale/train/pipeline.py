@@ -85,6 +85,7 @@ class Pipeline(Generic[B]):
         store = dist.distributed_c10d._get_default_store()
         urgent, overlaps = C10d(group, store, deadline=deadline), overlap and group.size() > 1
         self._tables = ShardedTables(*_own_rows(self._collections), urgent)
+        _require_even(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
             urgent.watcher = bubbles.recorder.arrive
@@ -218,6 +219,19 @@ def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tupl
         for t in one.tables
     ]
     return tables, FusedShard([Collection(one, named[path]) for path, one in collections.items()])
+
+
+def _require_even(tables: ShardedTables, group: dist.ProcessGroup) -> None:
+    """Refuse a plan that deals rows in other blocks than TorchRec does by itself: their owners are computed."""
+    state = tables.shard.state()
+    for table in tables.tables:
+        expected, found = len(table.owned(group.rank(), group.size())), len(state[table.name])
+        if found != expected:
+            raise UsageError(
+                f"rank {group.rank()} has {found} of {table.rows} rows, where equal blocks have {expected}",
+                where=f"table '{table.name}'",
+                remedy="plan it row_wise without sizes of your own",
+            )
 
 
 def _name(path: str, table: str) -> str:
