@@ -97,13 +97,15 @@ def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
             seconds = float(rng.exponential(4e-4) * rng.integers(0, 2))
         time.sleep(seconds)
 
-    start, wait = C10d._start, Handle.wait
+    start, wait, backward = C10d._start, Handle.wait, fs.Pipeline.backward
     C10d._start = lambda *words: (late(), start(*words))[1]  # type: ignore[method-assign]
     Handle.wait = lambda self: (late(), wait(self))[1]  # type: ignore[method-assign]
+    # DDP adds gradients up inside of it.
+    fs.Pipeline.backward = lambda *words: (late(), backward(*words))[1]  # type: ignore[method-assign]
     try:
         return [prioritized(world, "rowwise_adagrad", 0.3, 8, True) for _ in range(runs)]
     finally:
-        C10d._start, Handle.wait = start, wait  # type: ignore[method-assign]
+        C10d._start, Handle.wait, fs.Pipeline.backward = start, wait, backward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

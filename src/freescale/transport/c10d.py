@@ -42,9 +42,11 @@ class C10d:
             lambda _kept=values: torch.stack(parts),
         )
 
-    def all_reduce(self, values: Tensor, *, name: str) -> Handle[Tensor]:
-        """Add up values over all ranks, in place."""
-        return self._start(lambda: dist.all_reduce(values, group=self._group, async_op=True), name, lambda: values)
+    def all_reduce(
+        self, values: Tensor, *, name: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Handle[Tensor]:
+        """Add up values over all ranks, in place; or do with them what `how` says."""
+        return self._start(lambda: dist.all_reduce(values, how, group=self._group, async_op=True), name, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
@@ -53,11 +55,7 @@ class C10d:
     def largest(self, number: int, *, name: str) -> int:
         """The largest of one number of each rank."""
         values = torch.tensor([number], device=self._device)
-
-        def begin() -> dist.Work | None:
-            return dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-        return int(self._start(begin, name, lambda: values).wait()[0])
+        return int(self.all_reduce(values, name=name, how=dist.ReduceOp.MAX).wait()[0])
 
     def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
