@@ -48,8 +48,8 @@ from freescale.data.sources import synthetic
 from freescale.embedding.sharder import PrioritizedEmbeddingSharder
 from freescale.models.timed import waits
 from freescale.train.pipeline import Pipeline
+from freescale.transport.pieces import PIECE_BYTES, Pieces
 from freescale.transport.world import World, beside
-from freescale.transport.yielding import PIECE_BYTES, Yielding
 from lab import INTERFACE, lab
 from processes import on_ranks
 from record import save
@@ -396,8 +396,8 @@ def linear_law(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of an urgent exchange: alone, and while deferred ones are on their way in three ways."""
-    urgent, store = world.transport, world.transport.peers.store
-    other = beside(world.group, store, deadline=120.0)
+    urgent = world.transport
+    other = beside(urgent)
     small = torch.zeros(options.urgent_bytes // 4 // RANKS * RANKS)
     large = torch.zeros(options.deferred_bytes // 4 // RANKS * RANKS)
 
@@ -430,7 +430,7 @@ def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
         "alone_ms": median(timed),
         "one_group_ms": median(while_deferred, urgent),
         "two_groups_ms": median(while_deferred, other),
-        "yielding_ms": median(while_deferred, Yielding(other, urgent=urgent)),
+        "yielding_ms": median(while_deferred, Pieces(other, urgent=urgent)),
         "a_piece_ms": round(1e3 * PIECE_BYTES["cpu"] / RANKS * 8 / (options.fast_mbit * 1e6), 2),
     }
 

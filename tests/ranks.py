@@ -5,9 +5,12 @@ sends them module-level functions. Every wait has a deadline; what a rank raises
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -83,11 +86,19 @@ class Ranks:
     def result(self, rank: int, deadline: float = DEADLINE) -> Any:
         """What one rank returned, or raised."""
         if not self._pipes[rank].poll(deadline):
+            self._show_where_they_are()
             raise RankError(f"rank {rank} gave no answer within {deadline} s")
         ok, value = self._pipes[rank].recv()
         if not ok:
             raise RankError(f"rank {rank}:\n{value}")
         return value
+
+    def _show_where_they_are(self) -> None:
+        """Let every rank write the stacks of its threads to stderr."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def close(self) -> None:
         """End all ranks."""
@@ -105,6 +116,7 @@ class Ranks:
 
 def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if meet.hosts else "lo"
     store: dist.Store = dist.FileStore(meet.file, ranks) if meet.hosts else dist.TCPStore("127.0.0.1", meet.port)
     if meet.hosts:
@@ -117,4 +129,12 @@ def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
             pipe.send((True, function(world, *arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        _close_other_groups()
     dist.destroy_process_group()  # a process whose groups are left open takes its time to end
+
+
+def _close_other_groups() -> None:
+    """End the groups that a task opened: each keeps threads and sockets, and a rank serves hundreds of tasks."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

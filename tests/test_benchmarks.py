@@ -125,3 +125,24 @@ def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
     (result,) = json.loads(out.read_text())["results"]
     assert result["straggler_percent_balanced_by_cost"] < 0.6 < result["straggler_percent_random_by_cost"]
     assert result["straggler_percent_random"] >= 0
+
+
+def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "transport.json"
+    options = ["--ranks", "2", "--exchanges", "60", "--large", "1", "--large-rows", "300000", "--megabytes", "1"]
+    options += ["--turns", "1", "--mbit", "2000", "--staged-megabytes", "1", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "transport.py", *options], check=True, capture_output=True)
+    exact, near, far = json.loads(out.read_text())["results"]
+    assert exact["exact"]["wrong"] == {"host_staged": 0, "shared_memory": 0}
+    assert near["shared_memory"]["time_ratio"] > 0
+    assert far["host_staged"]["time_ratio"] > 0
+
+
+def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "kills.json"
+    command = [sys.executable, BENCHMARKS / "kills.py", "--kills", "10", "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    summary, *kills = json.loads(out.read_text())["results"]
+    assert summary["named_in_time"] == summary["kills"] == 10, [kill for kill in kills if not kill["ok"]]
+    assert set(summary["left_behind"].values()) == {0}
+    assert summary["next_run_ends"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
+from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
 from freescale.embedding.exchange import Route
@@ -34,6 +34,7 @@ def small(path: Path | str, **changes: Any) -> RunConfig:
         model=ModelConfig(dim=8, layers=2, heads=2),
         task=TaskConfig(negatives=5),
         tables=TablesConfig(lr=0.1),
+        transport=TransportConfig(urgent="c10d", deferred="c10d"),
         train=TrainConfig(precision="fp64", lr=0.01, epochs=2, log_every=5),
     )
     for section, values in changes.items():

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from freescale.config.schema import TablesConfig as TablesConfig
     from freescale.config.schema import TaskConfig as TaskConfig
     from freescale.config.schema import TrainConfig as TrainConfig
+    from freescale.config.schema import TransportConfig as TransportConfig
     from freescale.data.batch import Batch as Batch
     from freescale.data.batch import Events as Events
     from freescale.data.loader import Loader as Loader
     from freescale.embedding.sharder import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
+    from freescale.embedding.transported import TransportEmbeddingSharder as TransportEmbeddingSharder
     from freescale.train.pipeline import Pipeline as Pipeline
 
 _HOMES = {
@@ -40,6 +42,8 @@ _HOMES = {
     "TablesConfig": "freescale.config.schema",
     "TaskConfig": "freescale.config.schema",
     "TrainConfig": "freescale.config.schema",
+    "TransportConfig": "freescale.config.schema",
+    "TransportEmbeddingSharder": "freescale.embedding.transported",
 }
 __all__ = list(_HOMES)
 

@@ -35,17 +35,23 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
 
 
 @pytest.mark.parametrize(
-    ("ranks", "optimizer", "precision"),
-    [(2, "sgd", "fp64"), (2, "rowwise_adagrad", "fp32"), (4, "sgd", "fp32"), (4, "rowwise_adagrad", "fp64")],
+    ("ranks", "optimizer", "precision", "way"),
+    [
+        (2, "sgd", "fp64", "shared_memory"),
+        (2, "rowwise_adagrad", "fp32", "c10d"),
+        (4, "sgd", "fp32", "host_staged"),
+        (4, "rowwise_adagrad", "fp64", "shared_memory"),
+    ],
 )
-def test_overlapped_is_bitwise_serial(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, optimizer: str, precision: str
+def test_overlapped_is_bitwise_serial_whichever_way_rows_take(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, optimizer: str, precision: str, way: str
 ) -> None:
     found = []
     for overlap, one_thread in (("off", False), ("on", True), ("on", False)):
         config = small(
             log,
             tables={"overlap": overlap, "optimizer": optimizer},
+            transport={"urgent": "c10d" if overlap == "off" else way, "deferred": way},
             train={"max_steps": STEPS, "epochs": 10, "precision": precision, "save_every": 7, "evaluate_every": 1},
         )
         parts = groups[ranks].run(trained, config, str(tmp_path / f"{overlap}-{one_thread}"), one_thread)

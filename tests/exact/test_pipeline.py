@@ -13,6 +13,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import freescale as fs
+from freescale.config import TransportConfig
+from freescale.config.schema import Way
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Handle
 from tests.ranks import Ranks, World
@@ -48,11 +50,19 @@ def held(model: DistributedModelParallel) -> Arrays:
     return {name: value.clone().numpy() for name, value in found.items()}
 
 
-def prioritized(world: World, optimizer: str, shared: float, steps: int, overlap: bool) -> tuple[list[float], Arrays]:
+def prioritized(
+    world: World,
+    optimizer: str,
+    shared: float,
+    steps: int,
+    overlap: bool,
+    way: Way = "c10d",
+) -> tuple[list[float], Arrays]:
     fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
     model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=fused))
     rates = optimizer_of(model)
-    pipeline = fs.Pipeline(model, rates, batches(world, 1, steps, shared), overlap=overlap)
+    ways = TransportConfig(urgent=way, deferred=way)
+    pipeline = fs.Pipeline(model, rates, batches(world, 1, steps, shared), overlap=overlap, transport=ways)
     losses = []
     for step, (loss, _) in enumerate(pipeline):
         losses.append(float(loss))
@@ -63,10 +73,13 @@ def prioritized(world: World, optimizer: str, shared: float, steps: int, overlap
     return losses, held(model)
 
 
-def plainly(world: World, optimizer: str, shared: float, steps: int) -> tuple[list[float], Arrays]:
-    """TorchRec's own loop."""
+def plainly(
+    world: World, optimizer: str, shared: float, steps: int, way: Way | None = None
+) -> tuple[list[float], Arrays]:
+    """TorchRec's own loop; its rows take TorchRec's way, or one of ours."""
     fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
-    model = sharded(world, EmbeddingCollectionSharder(fused_params=fused))
+    plain = EmbeddingCollectionSharder(fused_params=fused)
+    model = sharded(world, plain if way is None else fs.TransportEmbeddingSharder(way=way, fused_params=fused))
     rates, losses = optimizer_of(model), []
     for batch in batches(world, 1, steps, shared):
         rates.zero_grad()
@@ -103,7 +116,8 @@ def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
     # DDP adds gradients up inside of it.
     fs.Pipeline.backward = lambda *words: (late(), backward(*words))[1]  # type: ignore[method-assign]
     try:
-        return [prioritized(world, "rowwise_adagrad", 0.3, 8, True) for _ in range(runs)]
+        ways: list[Way] = ["c10d", "shared_memory"]
+        return [prioritized(world, "rowwise_adagrad", 0.3, 8, True, ways[run % 2]) for run in range(runs)]
     finally:
         C10d._start, Handle.wait, fs.Pipeline.backward = start, wait, backward  # type: ignore[method-assign]
 
@@ -131,3 +145,15 @@ def test_steps_are_those_of_torchrec(
         assert arrays.keys() == our_arrays.keys()
         for name, value in arrays.items():
             assert np.linalg.norm(value - our_arrays[name]) <= bound * np.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", ["c10d", "host_staged", "shared_memory"])
+def test_plain_torchrec_learns_the_same_bits_whichever_way_its_rows_take(
+    groups: dict[int, Ranks], ranks: int, way: Way
+) -> None:
+    theirs = groups[ranks].run(plainly, "rowwise_adagrad", 0.3, 12)
+    ours = groups[ranks].run(plainly, "rowwise_adagrad", 0.3, 12, way)
+    for (losses, arrays), (our_losses, our_arrays) in zip(theirs, ours, strict=True):
+        assert our_losses == losses
+        assert same(our_arrays, arrays)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from freescale.balance.place.placement import Floats, Ints, Placement
-from freescale.bubbles.clock import clock_name
 from freescale.data.batch import Events
 from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
@@ -132,12 +131,6 @@ class Packing:
                     found[name][feature].append(_from_bytes(got[begin:end], like, count))
                     begin = end
         return found
-
-
-def hosts_of(transport: C10d) -> Ints:
-    """Of each rank, the host that it is on. All ranks must come."""
-    names = transport.all_gather(torch.tensor([clock_name()]), name="hosts").wait().numpy()
-    return np.unique(names, return_inverse=True)[1].ravel()
 
 
 def _rows(events: Events, samples: Tensor) -> Tensor:

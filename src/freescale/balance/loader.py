@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange, hosts_of
+from freescale.balance.exchange import Exchange
 from freescale.balance.form import LENGTH, Form, described, scaled, without_samples
 from freescale.balance.place.placement import Ints, Placement
 from freescale.balance.plan import Planner
@@ -27,7 +27,7 @@ from freescale.config import BalanceConfig
 from freescale.data.ahead import run_ahead
 from freescale.errors import DataError, UsageError
 from freescale.log import notice
-from freescale.transport.world import apart
+from freescale.transport.world import apart, hosts_of
 
 _AHEAD = 2
 

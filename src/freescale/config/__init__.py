@@ -10,6 +10,7 @@ from freescale.config.schema import (
     TablesConfig,
     TaskConfig,
     TrainConfig,
+    TransportConfig,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "TablesConfig",
     "TaskConfig",
     "TrainConfig",
+    "TransportConfig",
     "load",
     "override",
     "parse",

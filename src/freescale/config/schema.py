@@ -127,6 +127,19 @@ class TablesConfig:
             _require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
 
 
+Way = Literal["auto", "c10d", "host_staged", "shared_memory", "copy_engine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """Which way rows take between ranks. All give the same result; auto probes at the start and says what it found."""
+
+    urgent: Way = "auto"
+    """For what a step waits for: the quickest."""
+    deferred: Way = "auto"
+    """For what travels behind compute: the one that takes the least from it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long and how fast."""
@@ -220,6 +233,8 @@ class RunConfig:
     """Where its samples are computed."""
     tables: TablesConfig = field(default_factory=TablesConfig)
     """Where its embeddings live."""
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    """Which way their rows take."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long and how fast."""
 

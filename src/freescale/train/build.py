@@ -8,7 +8,7 @@ import torch
 
 from freescale.balance.ahead import BalancedBatches, Batches
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange, hosts_of
+from freescale.balance.exchange import Exchange
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.recorder import Recorder
@@ -30,8 +30,9 @@ from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
-from freescale.transport.c10d import C10d
-from freescale.transport.world import World, apart, beside
+from freescale.transport.choose import Chosen, choose
+from freescale.transport.handle import Transport
+from freescale.transport.world import World, apart, hosts_of
 
 _STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
@@ -47,8 +48,8 @@ class Assembly:
     """What lives where and what it costs, for people."""
 
 
-def assemble(config: RunConfig, world: World, model: Model) -> Assembly:
-    """Give a model its tables and bring both to this rank's device."""
+def assemble(config: RunConfig, world: World, model: Model, transport: Transport | None = None) -> Assembly:
+    """Give a model its tables and bring both to this rank's device. `transport`: for rows, if not the world's."""
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
     tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
     if config.tables.placement == "replicated":
@@ -58,7 +59,7 @@ def assemble(config: RunConfig, world: World, model: Model) -> Assembly:
     sharded = shard_tables(
         tables,
         config.tables,
-        world.transport,
+        transport or world.transport,
         group=world.group,
         device=world.device,
         dtype=dtype,
@@ -80,7 +81,8 @@ def build(
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
     _require_columns(config, loader)
-    assembly = assemble(config, world, model or model_of(config, items=loader.known.rows))
+    ways = _ways(config, world, loader)
+    assembly = assemble(config, world, model or model_of(config, items=loader.known.rows), ways.urgent)
     steps = _steps(config, loader)
     bubbles = Bubbles(
         folder,
@@ -89,18 +91,18 @@ def build(
         device=world.device,
         deadline=config.train.deadline,
     )
-    world.transport.watcher = bubbles.recorder.arrive
+    world.transport.watch(bubbles.recorder.arrive)
+    ways.urgent.watch(bubbles.recorder.arrive)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
-    overlaps = assembly.tables is not None and config.tables.overlap == "on" and world.ranks > 1
     step = Step(
         parallel,
         assembly.tables,
         optimizer,
-        _schedule(config, overlaps=overlaps, sharded=assembly.tables is not None),
+        _schedule(config, overlaps=ways.deferred is not None),
         world,
         bubbles.recorder,
-        deferred=_deferred(config, world) if overlaps else None,
+        ways=ways,
         micro_batches=config.train.micro_batches,
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",
@@ -122,18 +124,25 @@ def build(
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
     journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard)
-    for line in assembly.plan:
+    for line in [*assembly.plan, *ways.why]:
         journal.say(line)
     return Trainer(parts, folder, journal)
 
 
-def _deferred(config: RunConfig, world: World) -> C10d:
-    return beside(world.group, world.transport.peers.store, deadline=config.train.deadline)
+def _ways(config: RunConfig, world: World, loader: Loader) -> Chosen:
+    """What moves rows between ranks, if any have to move."""
+    if config.tables.placement == "replicated":
+        return Chosen(world.transport, None, [])
+    manifest = loader.dataset.manifest
+    length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
+    tokens = config.data.global_batch / world.ranks * length
+    overlaps = config.tables.overlap == "on"
+    return choose(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
 
 
-def _schedule(config: RunConfig, *, overlaps: bool, sharded: bool) -> Schedule:
+def _schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
     """In which order a step is done, proven safe."""
-    parts = config.train.micro_batches
+    parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
     found = overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts)
     require_safe(found)
     return found
@@ -156,7 +165,7 @@ def _balanced(
         notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
     transport = apart(deadline=config.train.deadline)
     planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts_of(transport), leads=world.leads)
-    transport.watcher = lambda name: recorder.arrive(name, "samples", alone=True)
+    transport.watch(lambda name: recorder.arrive(name, "samples", alone=True))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 

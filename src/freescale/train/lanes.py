@@ -12,9 +12,7 @@ from freescale.embedding.prioritized import Held, Journey, RowOperations, held
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Executor, NoStreams, Rest, Streams
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.transport.c10d import C10d
-from freescale.transport.handle import Transport
-from freescale.transport.yielding import Yielding
+from freescale.transport.choose import Chosen
 
 
 class Travels(Protocol):
@@ -29,7 +27,7 @@ F = TypeVar("F", bound=Travels)
 class Lanes(Generic[F]):
     """Runs the steps of a schedule. Operations on rows are done by `RowOperations`, all others by methods of `does`.
 
-    `deferred`: another group of the same ranks; what goes behind compute goes there, and gives way to `urgent`.
+    `ways`: what moves rows; that for what is deferred is another lane of the tables.
     """
 
     def __init__(
@@ -38,8 +36,7 @@ class Lanes(Generic[F]):
         does: Any,
         tables: ShardedTables | None,
         *,
-        urgent: C10d,
-        deferred: C10d | None,
+        ways: Chosen,
         recorder: Recorder | None,
         device: torch.device,
     ) -> None:
@@ -49,11 +46,9 @@ class Lanes(Generic[F]):
         self.most_held = Held(0, 0, 0)
         """The most bytes that batches under way held after a step."""
         self._rows = None if tables is None else RowOperations(tables)
-        self.transports: dict[str, Transport] = {"urgent": urgent}
-        if deferred is not None and tables is not None:
-            deferred.watcher = None if recorder is None else _watching(recorder, self)
-            self.transports["deferred"] = Yielding(deferred, urgent=urgent)
-            tables.add_lane("deferred", self.transports["deferred"])
+        if ways.deferred is not None and tables is not None:
+            ways.deferred.watch(None if recorder is None else _watching(recorder, self))
+            tables.add_lane("deferred", ways.deferred)
         self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, streams=streams_of(device))
 
     def run(self, flight: F, following: F | None) -> None:

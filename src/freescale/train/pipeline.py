@@ -18,6 +18,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.bubbles.book import Bubbles
+from freescale.config import TransportConfig
 from freescale.embedding.fused import Collection, FusedShard
 from freescale.embedding.prioritized import Held, Journey, given
 from freescale.embedding.sharded import ShardedTables
@@ -29,7 +30,8 @@ from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
 from freescale.train.lanes import Lanes
 from freescale.transport.c10d import C10d
-from freescale.transport.world import beside
+from freescale.transport.choose import choose
+from freescale.transport.world import World
 
 B = TypeVar("B")
 
@@ -57,6 +59,7 @@ class Pipeline(Generic[B]):
 
     In training the model gives (losses, output). Every rank must have equally many batches. `features`: which
     KeyedJaggedTensors a batch holds, where they are not fields of it. `bubbles`: records where the time goes.
+    `transport`: which way rows take; probed without.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Pipeline(Generic[B]):
         bubbles: Bubbles | None = None,
         deadline: float = 600.0,
         overlap: bool = True,
+        transport: TransportConfig | None = None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._features, self._device = features or _fields_of, device or torch.device("cpu")
@@ -83,18 +87,19 @@ class Pipeline(Generic[B]):
         group = next(iter(self._collections.values())).env.process_group
         assert group is not None
         store = dist.distributed_c10d._get_default_store()
-        urgent, overlaps = C10d(group, store, deadline=deadline), overlap and group.size() > 1
-        self._tables = ShardedTables(*_own_rows(self._collections), urgent)
+        overlaps = overlap and group.size() > 1
+        world = World(group.rank(), group.size(), self._device, group, C10d(group, store, deadline=deadline))
+        ways = choose(world, transport or TransportConfig(), deferred=overlaps)
+        self._tables = ShardedTables(*_own_rows(self._collections), ways.urgent)
         _require_even(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
-            urgent.watcher = bubbles.recorder.arrive
+            ways.urgent.watch(bubbles.recorder.arrive)
         self._lanes: Lanes[Flight[B]] = Lanes(
             _schedule(overlaps=overlaps),
             self,
             self._tables,
-            urgent=urgent,
-            deferred=beside(group, store, deadline=deadline) if overlaps else None,
+            ways=ways,
             recorder=None if bubbles is None else bubbles.recorder,
             device=self._device,
         )

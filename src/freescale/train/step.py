@@ -21,7 +21,7 @@ from freescale.embedding.unique import Wanted
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.lanes import Lanes
 from freescale.train.network import Network
-from freescale.transport.c10d import C10d
+from freescale.transport.choose import Chosen
 from freescale.transport.world import World
 
 
@@ -71,20 +71,19 @@ class Step:
         world: World,
         recorder: Recorder,
         *,
-        deferred: C10d | None = None,
+        ways: Chosen,
         micro_batches: int = 1,
         clip: float = 0.0,
         autocast: bool = False,
     ) -> None:
-        self._parallel, self._optimizer, self._world = parallel, optimizer, world
+        self._parallel, self._optimizer, self._world, self._ways = parallel, optimizer, world, ways
         self._network: Network = parallel.module
         self._micro_batches, self._clip, self._autocast = micro_batches, clip, autocast
         self._lanes: Lanes[Flight] = Lanes(
             schedule,
             self,
             tables,
-            urgent=world.transport,
-            deferred=deferred,
+            ways=ways,
             recorder=recorder,
             device=world.device,
         )
@@ -129,7 +128,7 @@ class Step:
     def agree(self, flight: Flight, operation: Operation) -> None:
         """Add up the terms of the loss over all ranks, and whether anyone wants to stop."""
         numbers = torch.tensor([flight.count, int(flight.stop)], device=self._world.device)
-        count, stop = self._lanes.transports[operation.lane].all_reduce(numbers, name="count").wait().tolist()
+        count, stop = self._ways.of(operation.lane).all_reduce(numbers, name="count").wait().tolist()
         flight.count, flight.stop = count, stop > 0
 
     def forward(self, flight: Flight, operation: Operation) -> None:

@@ -1,13 +1,16 @@
 """Transfers by torch.distributed: gloo between CPUs, NCCL between GPUs. The baseline that is there everywhere."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.transport.handle import Flight, Handle, Peers
+from freescale.transport.handle import LOOK_SECONDS, Handle, Peers, Watcher
 
 
 class C10d:
@@ -15,19 +18,24 @@ class C10d:
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, deadline: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
-        self.deadline, self._group = deadline, group
-        self._device = torch.device("cuda" if "nccl" in group.name() else "cpu")
-        self.watcher: Callable[[str], Flight] | None = None
-        """Is told the name of every transfer that begins."""
+        self.deadline, self.group = deadline, group
+        self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
+        self._watcher: Watcher | None = None
         self._under_way: set[dist.Work] = set()
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell somebody of every transfer that begins."""
+        self._watcher = watcher
+
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, out: Tensor | None = None
+    ) -> Handle[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        out = rows.new_empty((sum(receive), *rows.shape[1:])) if out is None else out
 
         def begin() -> dist.Work | None:
-            return dist.all_to_all_single(out, rows, list(receive), list(send), group=self._group, async_op=True)
+            return dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group, async_op=True)
 
         # The rows must outlive the transfer, so the handle holds them.
         return self._start(begin, name, lambda _kept=rows: out)
@@ -37,7 +45,7 @@ class C10d:
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
         return self._start(
-            lambda: dist.all_gather(parts, values, group=self._group, async_op=True),
+            lambda: dist.all_gather(parts, values, group=self.group, async_op=True),
             name,
             lambda _kept=values: torch.stack(parts),
         )
@@ -46,20 +54,20 @@ class C10d:
         self, values: Tensor, *, name: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Handle[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-        return self._start(lambda: dist.all_reduce(values, how, group=self._group, async_op=True), name, lambda: values)
+        return self._start(lambda: dist.all_reduce(values, how, group=self.group, async_op=True), name, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
-        return int(self.all_reduce(torch.tensor([number], device=self._device), name=name).wait()[0])
+        return int(self.all_reduce(torch.tensor([number], device=self.device), name=name).wait()[0])
 
     def largest(self, number: int, *, name: str) -> int:
         """The largest of one number of each rank."""
-        values = torch.tensor([number], device=self._device)
+        values = torch.tensor([number], device=self.device)
         return int(self.all_reduce(values, name=name, how=dist.ReduceOp.MAX).wait()[0])
 
     def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
-        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         self._under_way.add(work)
 
         def landed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -83,7 +91,7 @@ class C10d:
             raise
 
     def _start(self, begin: Callable[[], dist.Work | None], name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
-        flight = self.watcher(name) if self.watcher is not None else None
+        flight = self._watcher(name) if self._watcher is not None else None
         work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
@@ -93,4 +101,26 @@ class C10d:
             self._under_way.discard(work)
             return finish()
 
-        return Handle(work, landed, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)
+        return Handle(
+            _Waiting(work, self), landed, operation=name, peers=self.peers, deadline=self.deadline, flight=flight
+        )
+
+
+class _Waiting(NamedTuple):
+    """A transfer of a group that may lose a rank."""
+
+    work: dist.Work
+    transport: C10d
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.transport.device.type != "cpu":
+            self.work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
+            return
+        until = time.monotonic() + timeout.total_seconds()
+        while (left := until - time.monotonic()) > LOOK_SECONDS:
+            with suppress(RuntimeError):
+                self.work.wait(timedelta(seconds=LOOK_SECONDS))
+            if self.work.is_completed():
+                break
+            self.transport.peers.require_all()
+        self.work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did

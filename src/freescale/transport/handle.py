@@ -2,7 +2,8 @@
 
 Nothing in FreeScale waits without a deadline. A wait that fails says which operation, on which rank, and which peers
 did not answer when asked. Asking costs nothing until something has failed: every rank whose wait failed signs a list in
-the store, and after a moment of grace whoever has not signed is named.
+the store; who still waits looks there now and then, gives up too and signs; and after a moment of grace whoever has not
+signed is named.
 """
 
 import time
@@ -18,7 +19,10 @@ from freescale.errors import TransportError, reason
 
 T = TypeVar("T")
 Out = TypeVar("Out", covariant=True)
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.5
+LOOK_SECONDS = 1.0
+"""How long a rank waits before it looks whether another has given up; less than the grace."""
+_FAILED = "freescale/failed"
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,25 @@ class Peers:
     ranks: int
     store: dist.Store
 
-    def silent(self, operation: str) -> list[int]:
+    def require_all(self) -> None:
+        """Fail if the wait of another rank has failed."""
+        if self.store.check([_FAILED]):
+            raise RuntimeError("another rank has given up")
+
+    def silent(self) -> list[int]:
         """Sign the list of those whose wait failed, give the others a moment, and name who did not sign."""
-        keys = [f"freescale/failed/{operation}/{rank}" for rank in range(self.ranks)]
-        self.store.set(keys[self.rank], "1")
+        keys = [f"{_FAILED}/{rank}" for rank in range(self.ranks)]
+        for key in (_FAILED, keys[self.rank]):
+            self.store.set(key, "1")
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until and not self.store.check(keys):
             time.sleep(0.05)
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-    def failure(self, operation: str, error: RuntimeError) -> TransportError:
+    def failure(self, operation: str, error: Exception) -> TransportError:
         """Say what failed on this rank, and who is not there any more."""
         try:
-            silent = self.silent(operation)
+            silent = self.silent()
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
         except RuntimeError:
             who = "the store does not answer, so its host is probably gone"
@@ -64,6 +74,10 @@ class Flight(Protocol):
         ...
 
 
+Watcher = Callable[[str], Flight]
+"""Is told the name of every transfer that begins."""
+
+
 class Arriving(Protocol[Out]):
     """What a transfer will give."""
 
@@ -72,10 +86,23 @@ class Arriving(Protocol[Out]):
         ...
 
 
+class Work(Protocol):
+    """A transfer that can be waited for, as torch's own can."""
+
+    def wait(self, timeout: timedelta) -> object:
+        """Return when it is done; raise RuntimeError if it fails or takes longer."""
+        ...
+
+
 class Transport(Protocol):
     """What moves rows between ranks, whichever way."""
 
     peers: Peers
+    deadline: float
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell somebody of every transfer that begins."""
+        ...
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Arriving[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
@@ -83,6 +110,10 @@ class Transport(Protocol):
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether any transfer has begun here that has not ended."""
         ...
 
 
@@ -102,7 +133,7 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        work: dist.Work,
+        work: Work,
         finish: Callable[[], T],
         *,
         operation: str,

@@ -1,14 +1,22 @@
 """Who takes part in a run, and which of them this process is."""
 
+import contextlib
+import hashlib
 import os
+import platform
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
 from freescale.transport.c10d import C10d
+from freescale.transport.handle import Peers
 
 
 @dataclass(frozen=True)
@@ -32,40 +40,70 @@ def launched() -> bool:
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)
 
 
-def join(*, deadline: float) -> World:
-    """Form the group with the other ranks, as the launcher's variables say; alone where there is none."""
+def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> World:
+    """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
+
+    Without a device it is the GPU, where there is one.
+    """
     rank, ranks, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     store: dist.Store = dist.HashStore() if ranks == 1 else _store(rank, ranks, deadline)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
-    group = dist.group.WORLD
-    assert group is not None
-    return World(rank, ranks, device, group, C10d(group, store, deadline=deadline))
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
+    except RuntimeError as error:
+        raise Peers(rank, ranks, store).failure("joining the group", error) from error
+    group = _world_group()
+    return World(rank, ranks, place, group, C10d(group, store, deadline=deadline))
 
 
 def apart(*, deadline: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+    store = dist.distributed_c10d._get_default_store()
+    return _opened(C10d(_world_group(), store, deadline=deadline), backend="gloo")
+
+
+def beside(transport: C10d) -> C10d:
+    """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
+    return _opened(transport)
+
+
+def _opened(transport: C10d, *, backend: str | None = None) -> C10d:
+    ranks, deadline = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.deadline)
+    with transport.named("opening a group"):
+        group = dist.new_group(ranks, timeout=deadline, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
-    return C10d(group, dist.distributed_c10d._get_default_store(), deadline=deadline)
+    return C10d(group, transport.peers.store, deadline=transport.deadline)
 
 
-def beside(group: dist.ProcessGroup, store: dist.Store, *, deadline: float) -> C10d:
-    """Transfers between the ranks of a group in another one, which neither wait for nor hold up those of the first."""
-    ranks = dist.get_process_group_ranks(group)
-    other = dist.new_group(ranks, timeout=timedelta(seconds=deadline))
-    assert isinstance(other, dist.ProcessGroup)
-    return C10d(other, store, deadline=deadline)
+def _world_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def hosts_of(transport: C10d) -> NDArray[np.int64]:
+    """Of each rank, the number of its host. Namespaces of a machine that cannot reach each other are hosts too."""
+    own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
+    names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait().cpu().numpy()
+    return np.unique(names, return_inverse=True)[1].ravel()
 
 
 def leave() -> None:
     """End the group, so that no rank is left waiting."""
     dist.destroy_process_group()
+
+
+def _host() -> str:
+    """The running system and its network, which sockets without a file belong to."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return boot + os.readlink("/proc/self/ns/net")
+    return platform.node()
 
 
 def _from_torchrun() -> tuple[int, int, int]:

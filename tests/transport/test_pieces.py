@@ -8,24 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.transport import yielding
+from freescale.transport import pieces
 from freescale.transport.c10d import C10d
+from freescale.transport.pieces import Pieces
 from freescale.transport.world import beside
-from freescale.transport.yielding import Yielding
 from tests.ranks import Ranks, World
 
 
 def lanes(world: World) -> tuple[C10d, C10d]:
     """What is urgent, and another group for what is not."""
     assert dist.group.WORLD is not None
-    return C10d(dist.group.WORLD, world.store), beside(dist.group.WORLD, world.store, deadline=60.0)
+    urgent = C10d(dist.group.WORLD, world.store, deadline=60.0)
+    return urgent, beside(urgent)
 
 
 def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
     """Random uneven splits, zeros among them, in pieces of some bytes; every row says who sent it, and to whom."""
-    yielding.PIECE_BYTES["cpu"] = piece_bytes
+    pieces.PIECE_BYTES["cpu"] = piece_bytes
     urgent, deferred = lanes(world)
-    transport = Yielding(deferred, urgent=urgent)
+    transport = Pieces(deferred, urgent=urgent)
     for seed in range(seeds):
         splits = np.random.default_rng(seed).integers(0, 9, (world.ranks, world.ranks)) * (seed % 3)
 
@@ -43,7 +44,7 @@ def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
 def paused(world: World) -> tuple[float, float]:
     """When something urgent ended that one rank was late for, and when something deferred did that began meanwhile."""
     urgent, deferred = lanes(world)
-    transport = Yielding(deferred, urgent=urgent)
+    transport = Pieces(deferred, urgent=urgent)
     ones = torch.ones(4)
     if world.rank == 1:
         time.sleep(0.3)

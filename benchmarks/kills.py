@@ -1,0 +1,143 @@
+"""Is a rank that is killed at any moment named by all others in time, and is nothing of it left behind?
+
+    python benchmarks/kills.py [--kills 100] [--deadline 10] [--out FILE.json]
+
+Seeded: how many ranks, which way their bytes take, who is killed (-9) and when, from before it has joined to amid
+transfers of both lanes. The others must end with an error that names it within the deadline of a wait (and the moment
+of grace in which they ask who is there). Then no process, shared memory or socket may be left, and the next run starts
+at the same port. Last, a run without a kill.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from freescale.errors import TransportError
+from freescale.transport.choose import Ways
+from freescale.transport.world import join, leave
+from record import save
+
+LANES = 2
+GRACE_SECONDS = 5.0
+
+
+def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Connection) -> None:
+    """Exchange rows in both lanes; say how it ended."""
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(1)
+    try:
+        world = join(deadline=setting["deadline"])
+        ways = Ways(world)
+        urgent = ways.make(setting["way"])
+        lanes = [urgent, ways.make(setting["way"], urgent=urgent)]
+        for number in range(setting["exchanges"]):
+            rows = int(np.random.default_rng((setting["seed"], number)).integers(1, 300_000))
+            counts = [rows] * ranks
+            got = lanes[number % LANES].all_to_all(torch.arange(rows * ranks), counts, counts, name="rows").wait()
+            assert torch.equal(got.view(ranks, rows)[0], torch.arange(rows) + rank * rows)
+        leave()
+        pipe.send("done")
+    except TransportError as error:
+        pipe.send(str(error))
+        os._exit(5)  # a lost group takes its time to end by itself
+
+
+def trial(seed: int, port: int, deadline: float, *, kill: bool = True) -> dict[str, Any]:
+    """One run, in which one rank is killed."""
+    random = np.random.default_rng(seed)
+    ranks, way = int(random.integers(2, 5)), str(random.choice(["c10d", "host_staged", "shared_memory"]))
+    victim, after = int(random.integers(ranks)), float(random.uniform(0.0, 1.5))
+    setting = {"seed": seed, "way": way, "deadline": deadline, "exchanges": 1_000_000 if kill else 40}
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    processes, pipes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=rank_of, args=(rank, ranks, port, setting, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    if kill:
+        time.sleep(after)
+        processes[victim].kill()
+    began = time.monotonic()
+    told = {rank: _heard(pipes[rank], deadline + GRACE_SECONDS) for rank in range(ranks) if rank != victim or not kill}
+    seconds = time.monotonic() - began
+    for process in processes:
+        process.join(5)
+    alive = [process.pid for process in processes if process.is_alive()]
+    del store
+    wrong = [text for text in told.values() if text != "done" and not text.split("\n")[0].endswith(f"answer: {victim}")]
+    return {
+        "seed": seed,
+        "ranks": ranks,
+        "way": way,
+        "victim": victim if kill else None,
+        "after_s": round(after, 2),
+        "named_s": round(seconds, 2),
+        "operation": next(iter(told.values())).split(" failed")[0],
+        "ok": not wrong and not alive and ("done" in told.values()) != kill,
+        "said": wrong,
+        "alive": alive,
+    }
+
+
+def _heard(pipe: Connection, seconds: float) -> str:
+    try:
+        return pipe.recv() if pipe.poll(seconds) else "nothing in time"
+    except EOFError:
+        return "ended without a word"
+
+
+def left_behind() -> dict[str, int]:
+    """What a process can leave: files of shared memory, and sockets that the kernel named."""
+    sockets = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()
+    return {"shared memory": len(os.listdir("/dev/shm")), "sockets": sum(" @" in line for line in sockets)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--deadline", type=float, default=10.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    multiprocessing.set_forkserver_preload(["torch", "freescale.transport.choose", "__main__"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    trial(-1 & 0xFFFF, port, options.deadline, kill=False)  # the fork server is up
+    before = left_behind()
+    kills = []
+    for seed in range(options.kills):
+        kills.append(trial(seed, port, options.deadline))
+        print(json.dumps(kills[-1]), flush=True)
+    last = trial(options.kills, port, options.deadline, kill=False)
+    times = [kill["named_s"] for kill in kills]
+    summary = {
+        "kills": len(kills),
+        "named_in_time": sum(kill["ok"] for kill in kills),
+        "seconds_median": statistics.median(times),
+        "seconds_most": max(times),
+        "left_behind": {name: left_behind()[name] - count for name, count in before.items()},
+        "next_run_ends": last["ok"],
+        "moments": {name: sum(k["operation"] == name for k in kills) for name in {k["operation"] for k in kills}},
+    }
+    print(json.dumps(summary), flush=True)
+    save(options.out, [summary, *kills])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`freescale bench transport`: how quick each way between ranks is here, and what it takes from compute."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from freescale import page
+from freescale.cli.options import parse, print_json, print_table
+from freescale.train.launch import launched_instead
+
+if TYPE_CHECKING:
+    from freescale.transport.probe import Measured
+
+_DEADLINE = 120.0
+_HEADER = ["way", "KiB sent by a rank", "ms", "ms taken from compute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure every way that is possible between these ranks, alone and behind compute; write a page with the curves.
+
+    freescale bench transport --nproc 2
+    """
+
+    nproc: int = 2
+    """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
+    kib: tuple[int, ...] = (16, 64, 256, 1024, 4096, 16384)
+    """Sizes: what a rank sends in one transfer."""
+    out: Path = Path("transport.html")
+    """The page."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the table as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Measure, print and draw."""
+    options = parse(Options, argv, prog)
+    code = launched_instead(["bench", "transport", *argv], ranks=options.nproc)
+    if code is not None:
+        return code
+    from freescale.transport.choose import Ways, explain, pick
+    from freescale.transport.probe import probe
+    from freescale.transport.world import join, leave
+
+    world = join(deadline=_DEADLINE)
+    ways = Ways(world)
+    opened = {name: ways.make(name) for name in ways.possible}
+    found = probe(opened, world.transport, world.device, sizes=[kib << 10 for kib in options.kib], rounds=5)
+    by_size = [[one for one in found if one.sent_bytes == kib << 10] for kib in options.kib]
+    picks = [explain(lane, pick(of, lane), of) for of in by_size for lane in ("urgent", "deferred")]
+    if world.leads:
+        options.out.write_text(_page(found, picks, ways.impossible), encoding="utf-8")
+        if options.json:
+            print_json({"measured": [asdict(one) for one in found], "impossible": ways.impossible, "picks": picks})
+        else:
+            print_table(f"{world.ranks} ranks", _HEADER, _rows(found))
+            sys.stdout.write("".join(f"{line}\n" for line in picks))
+            sys.stdout.write("".join(f"not possible: {way}, {why}\n" for way, why in ways.impossible.items()))
+            sys.stdout.write(f"page: {options.out}\n")
+    leave()
+    return 0
+
+
+def _rows(found: Sequence["Measured"]) -> list[list[str]]:
+    return [
+        [one.way, f"{one.sent_bytes >> 10:,}", f"{one.seconds * 1e3:.2f}", f"{one.taken_seconds * 1e3:.2f}"]
+        for one in found
+    ]
+
+
+def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[str, str]) -> str:
+    left_out = [f"Not possible here: {way}, since {why}." for way, why in impossible.items()]
+    return page.document(
+        "Ways between ranks",
+        "Every way moves the same bytes; they differ in time, and in what they take from compute beside them.",
+        page.section(
+            "A transfer that everybody waits for",
+            "Time of the slowest rank. Urgent traffic takes the quickest way.",
+            _curves(found, lambda one: one.seconds, "ms"),
+        ),
+        page.section(
+            "A transfer behind compute",
+            "Compute time that is lost while it goes on. Deferred traffic takes the way that costs the least.",
+            _curves(found, lambda one: one.taken_seconds, "ms of compute"),
+        ),
+        page.section("All figures", " ".join(left_out), page.table(_HEADER, _rows(found))),
+        page.section("What would be chosen", "By size and lane.", page.table(["choice"], [[line] for line in picks])),
+    )
+
+
+def _curves(found: Sequence["Measured"], figure: Callable[["Measured"], float], unit: str) -> str:
+    ways = dict.fromkeys(one.way for one in found)
+    of = {way: [one for one in found if one.way == way] for way in ways}
+    lines = [
+        page.Series(way, [one.sent_bytes / 1024 for one in of[way]], [max(1e-3, figure(one) * 1e3) for one in of[way]])
+        for way in ways
+    ]
+    return page.line_chart(lines, page.Axis("KiB sent by a rank", log=True), page.Axis(unit, log=True))

@@ -1,0 +1,57 @@
+"""`freescale selftest`: is every way and every technique correct on these machines."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from freescale.cli.options import parse, print_json, print_table
+from freescale.errors import UsageError
+from freescale.train.launch import launched_instead
+
+_DEADLINE = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Run every way between ranks and every technique for a few steps. Exits with 0 only when none failed.
+
+    freescale selftest --nproc 2
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What to test."""
+    nproc: int = 2
+    """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the outcomes as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Check everything and print what became of each."""
+    options = parse(Options, argv, prog)
+    code = launched_instead(["selftest", *argv], ranks=options.nproc)
+    if code is not None:
+        return code
+    import torch
+
+    from freescale.train.selftest import Selftest
+    from freescale.transport.world import join, leave
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+    world = join(deadline=_DEADLINE, device=options.device)
+    outcomes = Selftest(world).run()
+    failed = sum(outcome.status == "failed" for outcome in outcomes)
+    if world.leads and options.json:
+        print_json([asdict(outcome) for outcome in outcomes])
+    elif world.leads:
+        rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
+        print_table(
+            f"selftest, {world.ranks} ranks on {world.device.type}", ["check", "outcome", "why"], rows, words=(0, 1, 2)
+        )
+        sys.stdout.write(f"{failed} failed\n" if failed else "nothing failed\n")
+    leave()
+    return 1 if failed else 0

@@ -1,0 +1,149 @@
+"""TorchRec's plain row-wise collections, whose rows and gradients take a way of ours.
+
+Nothing else changes: TorchRec shards, looks up and updates; only the transfer of rows after the lookup, and that of
+gradients before the update, go through a transport. What is learnt is bitwise what TorchRec's own transfer teaches.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.dist_data import SequenceEmbeddingsAwaitable
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingInfo
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from freescale.config.schema import TransportConfig, Way
+from freescale.errors import UsageError
+from freescale.transport.c10d import C10d
+from freescale.transport.choose import choose
+from freescale.transport.handle import Arriving, Transport
+from freescale.transport.world import World
+
+
+class TransportEmbeddingSharder(EmbeddingCollectionSharder):
+    """Shards collections row-wise as TorchRec does, and moves their rows by `way`."""
+
+    def __init__(
+        self, *, way: Way = "auto", deadline: float = 600.0, fused_params: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(fused_params=fused_params)
+        self._way, self._deadline = way, deadline
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """As TorchRec's sharder, on all ranks of the environment."""
+        group = env.process_group
+        if group is None:
+            raise UsageError("rows travel only in a process group", remedy="call dist.init_process_group first")
+        store = dist.distributed_c10d._get_default_store()
+        control = C10d(group, store, deadline=self._deadline)
+        world = World(group.rank(), group.size(), device or torch.device("cpu"), group, control)
+        transport = choose(world, TransportConfig(urgent=self._way), deferred=False).urgent
+
+        class Collection(ShardedEmbeddingCollection):
+            """TorchRec makes shardings by a class method, so what they need is in the class."""
+
+            @classmethod
+            def create_embedding_sharding(
+                cls,
+                sharding_type: str,  # noqa: ARG003
+                sharding_infos: list[EmbeddingShardingInfo],
+                env: ShardingEnv,
+                device: torch.device | None = None,
+                qcomm_codecs_registry: Any = None,  # noqa: ARG003
+            ) -> "_Sharding":
+                return _Sharding(transport, sharding_infos, env, device)
+
+        return Collection(module, params, env, self.fused_params, device, module_fqn=module_fqn)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
+        """Rows travel of tables that are dealt row by row."""
+        return ["row_wise"]
+
+
+class _Sharding(RwSequenceEmbeddingSharding):
+    """TorchRec's, but for the way out."""
+
+    def __init__(self, transport: Transport, *words: Any) -> None:
+        super().__init__(*words)
+        self._transport = transport
+
+    def create_output_dist(self, device: torch.device | None = None) -> "_OutputDist":
+        return _OutputDist(self._transport, self._get_num_features(), device if device is not None else self._device)
+
+
+class _OutputDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, Tensor]):
+    """Rows to the ranks that asked for them."""
+
+    def __init__(self, transport: Transport, features: int, device: torch.device | None) -> None:
+        super().__init__()
+        self._transport = transport
+        ranks = transport.peers.ranks
+        by_rank = torch.arange(features * ranks, dtype=torch.int32, device=device).view(features, ranks).T.reshape(-1)
+        self.register_buffer("_by_rank", by_rank, persistent=False)
+
+    def forward(self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None) -> Awaitable[Tensor]:
+        """Begin to send rows, which lie feature by feature."""
+        assert sharding_ctx is not None
+        rows = local_embs.index_select(0, self._order(sharding_ctx, local_embs))
+        # TorchRec names splits as they were when ids came the other way.
+        send, receive = sharding_ctx.output_splits, sharding_ctx.input_splits
+        arriving = self._transport.all_to_all(rows.detach(), send, receive, name="rows")
+        moved = _Moved(self._transport, rows, arriving, send, receive)
+        return SequenceEmbeddingsAwaitable(moved, sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1])
+
+    def _order(self, context: SequenceShardingContext, rows: Tensor) -> Tensor:
+        """Where the rows stand when they lie rank by rank."""
+        lengths, places = context.lengths_after_input_dist, torch.arange(len(rows), device=rows.device)
+        assert lengths is not None
+        if context.sparse_features_recat is not None:
+            recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
+        else:
+            recat = self._by_rank
+        sizes = set(context.batch_size_per_rank or [])
+        if len(sizes) > 1:
+            return torch.ops.fbgemm.permute_1D_sparse_data(recat, lengths.view(-1), places, None, len(places))[1]
+        table = lengths.view(len(recat), -1)
+        return torch.ops.fbgemm.permute_2D_sparse_data(recat, table, places, None, len(places))[1]
+
+
+class _Moved(Awaitable[Tensor]):
+    """Rows on their way; whoever waits gets them as a part of the graph."""
+
+    def __init__(
+        self, transport: Transport, rows: Tensor, arriving: Arriving[Tensor], send: list[int], receive: list[int]
+    ) -> None:
+        super().__init__()
+        self._all = transport, rows, arriving, send, receive
+
+    def _wait_impl(self) -> Tensor:
+        transport, rows, arriving, send, receive = self._all
+        return _Exchanged.apply(rows, arriving, transport, send, receive)
+
+
+class _Exchanged(torch.autograd.Function):
+    """An exchange that has begun; its gradient is the exchange back."""
+
+    @staticmethod
+    def forward(ctx: Any, *words: Any) -> Tensor:  # pyrefly: ignore[bad-override]
+        _rows, arriving, transport, send, receive = words
+        ctx.back = transport, receive, send
+        return arriving.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        transport, send, receive = ctx.back
+        got = transport.all_to_all(gradients[0], send, receive, name="row gradients").wait()
+        return got / transport.peers.ranks if get_gradient_division() else got, None, None, None, None

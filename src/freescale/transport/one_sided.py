@@ -1,0 +1,137 @@
+"""Uneven all-to-all over symmetric memory: a rank offers room for what it awaits, and its peers write straight into it.
+
+Bytes are copied once. Offers are made when a transfer begins and wait for nothing; writing waits only for an offer, and
+a result only for what was written. So nobody blocks anybody for good as long as all ranks begin the same transfers in
+the same order. What has been offered already is written when a transfer begins, the rest when somebody waits for it.
+"""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from freescale.transport.c10d import C10d
+from freescale.transport.handle import Arriving, Handle, Watcher
+from freescale.transport.pieces import Pieces
+from freescale.transport.symmetric import SymmetricMemory
+
+
+class OneSided:
+    """Transfers between ranks that reach each other's memory.
+
+    `beyond` carries what goes to ranks that the memory does not reach, and what has to be added up: copies add nothing.
+    """
+
+    def __init__(self, memory: SymmetricMemory, beyond: C10d | Pieces) -> None:
+        self.peers, self.deadline = beyond.peers, beyond.deadline
+        self._watcher: Watcher | None = None
+        self._memory, self._beyond = memory, beyond
+        self._is_near = [rank in memory.ranks for rank in range(self.peers.ranks)]
+        place = memory.ranks.index(self.peers.rank)
+        self._near = [*memory.ranks[place + 1 :], *memory.ranks[:place]]
+        """The others; each rank begins with the one behind it, so that not all fall upon one."""
+        self._going: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        """Parts that are still to be written, by peer."""
+        self._begun: Counter[int] = Counter()
+        self._written: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
+        self._arrived: Counter[int] = Counter()
+        """Parts so far, by peer: two counts of those that go there, and two of those that come from there."""
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell somebody of every transfer that begins, here and beyond."""
+        self._watcher = watcher
+        self._beyond.watch(watcher)
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
+        """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
+        flight = self._watcher(name) if self._watcher is not None else None
+        rows = rows.contiguous()
+        out = self._memory.room(rows, sum(receive))
+        mine, theirs = rows.split(list(send)), out.split(list(receive))
+        far = self._send_far(mine, send, theirs, receive, name=name)
+        with self._memory.moving():
+            for peer in self._near:
+                if receive[peer]:
+                    self._memory.offer(peer, theirs[peer].view(-1).view(torch.uint8))
+                    self._awaited[peer] += 1
+                if send[peer]:
+                    self._going[peer].append(mine[peer].view(-1).view(torch.uint8))
+                    self._begun[peer] += 1
+            theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
+            self._write_what_is_offered()
+        work = _Work(self, self._begun.copy(), self._awaited.copy(), far)
+        return Handle(work, lambda: out, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)
+
+    def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+        """Add up values over all ranks, in place."""
+        return self._beyond.all_reduce(values, name=name)
+
+    def busy(self) -> bool:
+        """Whether anything goes beyond; what is near is written by whoever begins a transfer or waits for it."""
+        return self._beyond.busy()
+
+    def finish(self, begun: Counter[int], awaited: Counter[int], until: float) -> None:
+        """Write so many parts to each peer, and wait for so many of each."""
+        with self._memory.moving():
+            self._write_what_is_offered()
+            for peer in self._near:
+                while self._written[peer] < begun[peer]:
+                    self._write(peer, until)
+            for peer in reversed(self._near):
+                while self._arrived[peer] < awaited[peer]:
+                    self._memory.wait(peer, until=until)
+                    self._arrived[peer] += 1
+        self._memory.hand_over()
+
+    def _write_what_is_offered(self) -> None:
+        for peer in self._near:
+            while self._going[peer] and self._memory.offered(peer):
+                self._write(peer, time.monotonic())
+
+    def _write(self, peer: int, until: float) -> None:
+        """The oldest part for a peer, to where it wants it."""
+        place = self._memory.take(peer, until=until)
+        place.copy_(self._going[peer].popleft(), non_blocking=True)
+        self._memory.filled(peer)
+        self._written[peer] += 1
+
+    def _send_far(
+        self,
+        mine: Sequence[Tensor],
+        send: Sequence[int],
+        theirs: Sequence[Tensor],
+        receive: Sequence[int],
+        *,
+        name: str,
+    ) -> Callable[[], None] | None:
+        """Begin what goes to ranks beyond this memory, if there are any; gives what puts in place what comes."""
+        far = [rank for rank, near in enumerate(self._is_near) if not near]
+        if not far:
+            return None
+        counts = ([0 if near else n for n, near in zip(c, self._is_near, strict=True)] for c in (send, receive))
+        arriving = self._beyond.all_to_all(torch.cat([mine[rank] for rank in far]), *counts, name=name)
+
+        def place() -> None:
+            for rank, piece in zip(far, arriving.wait().split([receive[rank] for rank in far]), strict=True):
+                theirs[rank].copy_(piece)
+
+        return place
+
+
+class _Work(NamedTuple):
+    """A transfer: after how many parts, to and from each peer, what is near is there, and what brings the rest."""
+
+    transport: OneSided
+    begun: Counter[int]
+    awaited: Counter[int]
+    far: Callable[[], None] | None
+
+    def wait(self, timeout: timedelta) -> None:
+        self.transport.finish(self.begun, self.awaited, time.monotonic() + timeout.total_seconds())
+        if self.far is not None:
+            self.far()

@@ -1,0 +1,147 @@
+"""Transfers in pieces: one is copied out while another travels and a third is copied in, and what is urgent goes first.
+
+Pieces serve two ends. Bytes of a GPU can take the way of the paper: by copy engine into pinned memory of the host, by
+the network of the CPUs, and back, which costs the GPU's cores nothing. And what is deferred can give way: a group of
+its own keeps it from standing in front of what is urgent, but both share the wire, so no piece begins on a rank while
+something urgent is under way there. Ranks that run the same schedule cannot block each other by this: whoever still
+needs a deferred transfer has begun every urgent one that came before it, and so has everybody else who needs it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from freescale.transport.c10d import C10d
+from freescale.transport.handle import Arriving, Landed, Watcher
+from freescale.transport.host_staged import Copied, Copies, Inline, Staging
+
+PIECE_BYTES = {"cpu": 1 << 19, "cuda": 8 << 20}
+"""Of what gives way: two of them are a few milliseconds of a slow link, and well below one of a fast one."""
+LARGE_PIECE_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""Of what does not have to."""
+_LOOK_AGAIN_SECONDS = 2e-4
+_IN_FLIGHT = 2
+_MOST = 128
+"""Pieces of what one rank has for another: very uneven transfers have larger ones."""
+
+
+class Busy(Protocol):
+    """Something that transfers."""
+
+    def busy(self) -> bool:
+        """Whether any transfer has begun here that has not ended."""
+        ...
+
+
+class Pieces:
+    """Transfers of a group, piece by piece. One has ended when the call that begins it returns."""
+
+    def __init__(self, transport: C10d, *, urgent: Busy | None = None, copies: Copies | None = None) -> None:
+        self.peers, self.deadline = transport.peers, transport.deadline
+        self._transport, self._urgent = transport, urgent
+        self._staging = Staging(copies or Inline())
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell somebody of every piece."""
+        self._transport.watch(watcher)
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Landed[Tensor]:
+        """Exchange rows, a piece behind another."""
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        going, coming = (self._cut(values, counts) for values, counts in ((rows, send), (out, receive)))
+        own = max(len(going), len(coming))
+        # With its first piece a rank tells all others how many it has; whoever has fewer takes part in the rest.
+        told, heard = (torch.full((self.peers.ranks,), own, device=rows.device) for _ in range(2))
+        going[0], coming[0] = going[0].telling(told), coming[0].telling(heard)
+        nothing = going[0].nothing()
+        self._staging.copies.begin()
+        self._exchange(_longer(going, own, nothing), _longer(coming, own, nothing), name)
+        self._staging.copies.hand_over()
+        more = int(heard.max()) - own
+        self._exchange([nothing] * more, [nothing] * more, name)
+        return Landed(out)
+
+    def all_reduce(self, values: Tensor, *, name: str) -> Landed[Tensor]:
+        """Add up a few values over all ranks, in place."""
+        self._give_way()
+        return Landed(self._transport.all_reduce(values, name=name).wait())
+
+    def busy(self) -> bool:
+        """Whether any piece is under way."""
+        return self._transport.busy()
+
+    def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_Piece"]:
+        """What goes to each rank, or comes from it, in pieces of which each holds some of every rank's."""
+        size = (LARGE_PIECE_BYTES if self._urgent is None else PIECE_BYTES)[rows.device.type] // self.peers.ranks
+        parts = [_as_bytes(part) for part in rows.contiguous().split(list(counts))]
+        # Both ends of a pair find the same cuts, whatever they have for others.
+        cuts = [part.split(max(1, size, -(-len(part) // _MOST))) for part in parts]
+        number = max(map(len, cuts))
+        return [_Piece([cut[k] if k < len(cut) else cut[0][:0] for cut in cuts]) for k in range(number)]
+
+    def _exchange(self, going: Sequence["_Piece"], coming: Sequence["_Piece"], name: str) -> None:
+        """While a piece travels the next one is copied out, and the one before it copied in."""
+        travelling: deque[tuple[Arriving[Tensor], _Piece]] = deque()
+        staged = deque(self._staging.out(piece.flat) for piece in going[:1])
+        for number, (mine, theirs) in enumerate(zip(going, coming, strict=True), start=1):
+            travelling.append((self._begin(staged.popleft(), mine, theirs, name), theirs))
+            staged += [self._staging.out(piece.flat) for piece in going[number : number + 1]]
+            while len(travelling) >= (_IN_FLIGHT if staged else 1):
+                arriving, piece = travelling.popleft()
+                self._staging.back(arriving.wait(), piece.flat)
+
+    def _begin(self, staged: tuple[Tensor, Copied], mine: "_Piece", theirs: "_Piece", name: str) -> Arriving[Tensor]:
+        """Send a piece, once it is copied out and nothing urgent is under way."""
+        sent, copied = staged
+        copied.synchronize()
+        self._give_way()
+        room = self._staging.room(theirs.flat)
+        return self._transport.all_to_all(sent, mine.sizes, theirs.sizes, name=name, out=room)
+
+    def _give_way(self) -> None:
+        """Wait until nothing urgent is under way. What never ends is for those to report who wait for it."""
+        until = time.monotonic() + self.deadline
+        while self._urgent is not None and self._urgent.busy() and time.monotonic() < until:
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+class _Piece(NamedTuple):
+    """Some bytes of every rank's."""
+
+    of_rank: list[Tensor]
+    first: list[Tensor] | None = None
+    """Bytes that go in front of those, of every rank too."""
+
+    def telling(self, numbers: Tensor) -> "_Piece":
+        """With a number in front of what goes to each rank, or comes from it."""
+        return self._replace(first=[_as_bytes(number) for number in numbers.split(1)])
+
+    def nothing(self) -> "_Piece":
+        """A piece without any bytes."""
+        return _Piece([part[:0] for part in self.of_rank])
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All bytes, rank by rank."""
+        return (
+            self.of_rank
+            if self.first is None
+            else [p for pair in zip(self.first, self.of_rank, strict=True) for p in pair]
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes by rank."""
+        return [len(part) + (0 if self.first is None else len(self.first[0])) for part in self.of_rank]
+
+
+def _longer(pieces: list[_Piece], number: int, nothing: _Piece) -> list[_Piece]:
+    return pieces + [nothing] * (number - len(pieces))
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.view(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)

@@ -1,0 +1,58 @@
+"""Promise: selftest passes where everything is right, and says failed where it is not."""
+
+from collections.abc import Iterator
+
+import pytest
+from torch import Tensor
+
+from freescale.train.selftest import Outcome, Selftest
+from freescale.transport.shared_memory import SharedMemory
+from tests.ranks import Ranks, World
+from tests.training import joined
+
+
+def outcomes(world: World) -> list[Outcome]:
+    return Selftest(joined(world)).run()
+
+
+def outcomes_with_a_fault(world: World) -> list[Outcome]:
+    """One rank says that parts are filled which it wrote elsewhere."""
+    take = SharedMemory.take
+
+    def elsewhere(memory: SharedMemory, peer: int, *, until: float) -> Tensor:
+        place = take(memory, peer, until=until)
+        return place.clone() if world.rank == 1 and len(place) > 100 else place
+
+    SharedMemory.take = elsewhere  # type: ignore[method-assign]
+    try:
+        return Selftest(joined(world)).run()
+    finally:
+        SharedMemory.take = take  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    started = Ranks(2)
+    yield started
+    started.close()
+
+
+def test_nothing_fails_where_all_is_right(two: Ranks) -> None:
+    one, other = two.run(outcomes)
+    assert one == other
+    by_check = {outcome.check: outcome for outcome in one}
+    assert {name for name, outcome in by_check.items() if outcome.status == "not possible"} == {
+        "transport copy_engine",
+        "prioritized over copy_engine",
+        "copy engine",
+    }
+    assert all(outcome.status != "failed" for outcome in one)
+    assert by_check["copy engine"].why == "the rows are not on a GPU"
+
+
+def test_rows_that_do_not_arrive_are_found(two: Ranks) -> None:
+    one, other = two.run(outcomes_with_a_fault)
+    by_check = {outcome.check: outcome for outcome in one}
+    assert {name for name, outcome in by_check.items() if outcome.status == "failed"} == {"transport shared_memory"}
+    assert by_check["prioritized over shared_memory"].why == "the way itself failed"
+    assert any("exchanges brought other rows than were sent" in outcome.why for outcome in [*one, *other])

@@ -1,0 +1,112 @@
+"""Promise: all ranks take the way that measures best, and what is not possible is refused with the reason."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.lab import lab
+
+from freescale.config import TransportConfig
+from freescale.errors import ConfigError
+from freescale.transport.choose import Ways, choose, explain, pick
+from freescale.transport.probe import Measured
+from tests.ranks import Ranks, World
+from tests.training import joined
+
+MS = 1e-3
+TABLE = [
+    Measured("c10d", 1 << 20, 1.0 * MS, 0.5 * MS),
+    Measured("host_staged", 1 << 20, 2.0 * MS, 0.2 * MS),
+    Measured("shared_memory", 1 << 20, 0.4 * MS, 0.4 * MS),
+]
+
+
+def said(world: World, urgent: str, deferred: str) -> list[str]:
+    config = TransportConfig(urgent=urgent, deferred=deferred)  # type: ignore[arg-type]
+    return choose(joined(world), config, deferred=True).why
+
+
+def refused(world: World) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Ways(joined(world)).make("copy_engine")
+    return str(caught.value)
+
+
+def across_hosts(world: World) -> tuple[list[str], bool]:
+    """Which ways two hosts with two ranks each have, and whether rows arrive through memory here and by gloo there."""
+    ways = Ways(joined(world))
+    transport = ways.make("shared_memory")
+    counts = [5 + rank for rank in range(world.ranks)]
+    rows = torch.cat([torch.full((n,), 10 * world.rank + to) for to, n in enumerate(counts)])
+    receive = [counts[world.rank]] * world.ranks
+    got = transport.all_to_all(rows, counts, receive, name="rows").wait()
+    expected = torch.arange(world.ranks).mul(10).add(world.rank).repeat_interleave(counts[world.rank])
+    return ways.possible, torch.equal(got, expected)
+
+
+def alone_on_its_host(world: World) -> str:
+    return Ways(joined(world)).impossible["shared_memory"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    started = Ranks(2)
+    yield started
+    started.close()
+
+
+def test_what_is_urgent_takes_the_quickest_way_and_what_is_deferred_the_one_that_costs_compute_least() -> None:
+    assert pick(TABLE, "urgent") == "shared_memory"
+    assert pick(TABLE, "deferred") == "host_staged"
+    assert "1024 KiB" in explain("urgent", "shared_memory", TABLE)
+
+
+def test_little_better_is_not_better() -> None:
+    close = [Measured("c10d", 1, 1.0, 1.0), Measured("shared_memory", 1, 0.95, 0.95)]
+    assert {pick(close, lane) for lane in ("urgent", "deferred")} == {"c10d"}
+    assert pick([], "urgent") == "c10d"
+
+
+def test_all_ranks_choose_alike_and_say_why(two: Ranks) -> None:
+    one, other = two.run(said, "auto", "auto")
+    assert one == other
+    assert "transport: urgent by" in one[0]
+    assert "shared_memory" in one[0]
+    assert two.run(said, "shared_memory", "host_staged")[0] == [
+        "transport: urgent by shared_memory",
+        "transport: deferred by host_staged",
+    ]
+
+
+def test_a_way_that_is_not_possible_is_refused_with_the_reason(two: Ranks) -> None:
+    for text in two.run(refused):
+        assert "copy_engine is not possible here: the rows are not on a GPU" in text
+        assert "choose auto or one of c10d, host_staged, shared_memory" in text
+
+
+def test_ranks_of_one_host_share_memory_and_what_goes_to_other_hosts_does_not() -> None:
+    with lab(2) as hosts:
+        ranks = Ranks(4, hosts)
+        try:
+            for possible, arrived in ranks.run(across_hosts):
+                assert possible == ["c10d", "host_staged", "shared_memory"]
+                assert arrived
+        finally:
+            ranks.close()
+
+
+def test_ranks_with_a_host_each_share_no_memory() -> None:
+    with lab(2) as hosts:
+        ranks = Ranks(2, hosts)
+        try:
+            assert set(ranks.run(alone_on_its_host)) == {"every rank has a host of its own"}
+        finally:
+            ranks.close()
+
+
+def test_only_who_asks_for_copy_engines_loads_the_file_that_speaks_to_cuda() -> None:
+    source = Path(sys.modules["freescale.transport.choose"].__file__ or "").parent / "copy_engine.py"
+    assert "freescale.transport.copy_engine" not in sys.modules
+    assert len(source.read_text().splitlines()) < 200

@@ -1,0 +1,77 @@
+"""Promise: pieces that are copied late, as a device copies, arrive whole: no buffer is sent or used again too early."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.transport import pieces
+from freescale.transport.c10d import C10d
+from freescale.transport.pieces import Pieces
+from tests.ranks import Ranks, World
+
+
+class LateCopies:
+    """A stand-in for the copies of a device: none is made before somebody waits for it, and then in order."""
+
+    pinned = False
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[Tensor, Tensor]] = deque()
+        self._count = self._made = 0
+
+    def begin(self) -> None:
+        pass
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        self._asked.append((into, source))
+        self._count += 1
+
+    def mark(self) -> "Mark":
+        return Mark(self, self._count)
+
+    def hand_over(self) -> None:
+        self.make(self._count)
+
+    def make(self, number: int) -> None:
+        while self._made < number:
+            into, source = self._asked.popleft()
+            into.copy_(source)
+            self._made += 1
+
+
+class Mark:
+    def __init__(self, copies: LateCopies, number: int) -> None:
+        self._copies, self._number = copies, number
+
+    def synchronize(self) -> None:
+        self._copies.make(self._number)
+
+
+def exchanges(world: World, seeds: int) -> list[int]:
+    """Gives the seeds whose rows are not those of gloo."""
+    pieces.LARGE_PIECE_BYTES["cpu"] = 400
+    assert dist.group.WORLD is not None
+    group = C10d(dist.group.WORLD, world.store, deadline=60.0)
+    staged = Pieces(group, copies=LateCopies())
+    wrong = []
+    for seed in range(seeds):
+        splits = np.random.default_rng(seed).integers(0, 60, (world.ranks, world.ranks)) * (seed % 4 > 0)
+        send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
+        rows = torch.arange(sum(send) * 3).reshape(-1, 3) + 1000 * world.rank
+        expected = group.all_to_all(rows, send, receive, name="expected").wait()
+        if not torch.equal(staged.all_to_all(rows, send, receive, name="rows").wait(), expected):
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_late_copies_arrive_whole(count: int) -> None:
+    ranks = Ranks(count)
+    try:
+        assert ranks.run(exchanges, 40) == [[]] * count
+    finally:
+        ranks.close()

@@ -1,0 +1,105 @@
+"""Promise: rows arrive as they were sent whichever way they take, and a rank that is gone is named in time."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from freescale.errors import TransportError
+from tests.ranks import Ranks, World
+from tests.transport.ways import DEADLINE, WAYS, way
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def exchanges(world: World, name: str, seeds: range) -> list[int]:
+    """Random uneven splits, zeros and single rows among them; gives the seeds whose rows are not those of gloo."""
+    return [seed for seed in seeds if not same_as_gloo(world, name, seed)]
+
+
+def same_as_gloo(world: World, name: str, seed: int) -> bool:
+    random = np.random.default_rng(seed)
+    most = int(random.choice([1, 2, 30, 3000]))
+    splits = random.integers(0, most + 1, (world.ranks, world.ranks)) * random.integers(
+        0, 2, (world.ranks, world.ranks)
+    )
+    shape, dtype = [(), (1,), (3,), (2, 5)][seed % 4], DTYPES[seed % len(DTYPES)]
+    send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
+    size = (sum(send), *shape)
+    rows = torch.from_numpy(random.integers(0, 2 if dtype == torch.bool else 200, size)).to(dtype)
+    expected = way(world, "c10d").all_to_all(rows, send, receive, name="expected").wait()
+    got = way(world, name).all_to_all(rows, send, receive, name="rows").wait()
+    return got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def several_at_once(world: World, name: str) -> bool:
+    """Begin three, and wait for the last one first."""
+    transport = way(world, name)
+    counts = [40_000] * world.ranks
+    rows = [torch.arange(40_000 * world.ranks) * (k + 1) + world.rank for k in range(3)]
+    begun = [transport.all_to_all(one, counts, counts, name=f"rows {k}") for k, one in enumerate(rows)]
+    begun = [one.wait() for one in reversed(begun)][::-1]
+    mine = torch.arange(40_000) + 40_000 * world.rank
+    return all(torch.equal(got[:40_000], mine * (k + 1)) for k, got in enumerate(begun))
+
+
+def exchange_until_told(world: World, name: str) -> str:
+    """Go on exchanging for ever; gives what this rank was told when that ended."""
+    transport = way(world, name)
+    counts = [50_000] * world.ranks
+    rows = torch.zeros(50_000 * world.ranks)
+    try:
+        while True:
+            transport.all_to_all(rows, counts, counts, name="rows of a step").wait()
+    except TransportError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    started = Ranks(request.param)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("name", WAYS[1:])
+def test_rows_arrive_as_gloo_brings_them(ranks: Ranks, name: str) -> None:
+    assert ranks.run(exchanges, name, range(60)) == [[]] * len(ranks.processes)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_transfers_may_be_awaited_in_any_order(ranks: Ranks, name: str) -> None:
+    assert all(ranks.run(several_at_once, name))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_rank_killed_amid_transfers_is_named_by_all_others(name: str) -> None:
+    started = Ranks(4)
+    try:
+        started.run(several_at_once, name)  # all are connected
+        started.send(exchange_until_told, name)
+        time.sleep(0.5)
+        pid = started.processes[3].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        told = [started.result(rank) for rank in range(3)]
+        assert time.monotonic() - begin < DEADLINE + 6  # and a moment in which they ask who is there
+        for text in told:
+            assert "rows of a step failed on rank" in text
+            assert "ranks that do not answer: 3" in text
+    finally:
+        started.close()
