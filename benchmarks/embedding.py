@@ -43,6 +43,7 @@ from torchrec.streamable import Pipelineable
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.records import Interval, read_intervals
 from freescale.bubbles.summary import summarize
+from freescale.config import TransportConfig
 from freescale.data.order.permute import Permutation, key_of
 from freescale.data.sources import synthetic
 from freescale.embedding.sharder import PrioritizedEmbeddingSharder
@@ -210,7 +211,10 @@ class Way:
             self._pipeline = TrainPipelineSparseDist(self._model, self._optimizer, torch.device("cpu"))
         elif name in (SERIAL, PRIORITIZED):
             overlap = name == PRIORITIZED
-            self._pipeline = Pipeline(self._model, self._optimizer, scene, bubbles=self._bubbles, overlap=overlap)
+            gloo = TransportConfig(urgent="c10d", deferred="c10d")  # as TorchRec's: only the schedule differs
+            self._pipeline = Pipeline(
+                self._model, self._optimizer, scene, bubbles=self._bubbles, overlap=overlap, transport=gloo
+            )
 
     def turn(self, label: str) -> None:
         """Train for a turn. The first step, whose rows nobody could fetch ahead, is not counted."""

@@ -18,6 +18,16 @@ settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="the long form of proofs that have a short one")
+
+
+@pytest.fixture(scope="session")
+def whole_form(request: pytest.FixtureRequest) -> bool:
+    """Whether proofs are to be run at the length that the documentation states."""
+    return bool(request.config.getoption("--whole"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

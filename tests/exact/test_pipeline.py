@@ -21,7 +21,8 @@ from tests.ranks import Ranks, World
 from tests.torchrec_model import batches, sharded
 from tests.training import Arrays, same
 
-STEPS, RUNS = 200, 50
+STEPS, RUNS = 40, 8
+WHOLE_STEPS, WHOLE_RUNS = 200, 50
 FUSED = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 
 
@@ -94,8 +95,11 @@ def plainly(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", FUSED)
 @pytest.mark.parametrize("shared", [0.0, 0.05, 0.3, 1.0])
-def test_prioritized_is_bitwise_serial(groups: dict[int, Ranks], ranks: int, optimizer: str, shared: float) -> None:
-    serial, overlapped = (groups[ranks].run(prioritized, optimizer, shared, STEPS, on) for on in (False, True))
+def test_prioritized_is_bitwise_serial(
+    groups: dict[int, Ranks], whole_form: bool, ranks: int, optimizer: str, shared: float
+) -> None:
+    steps = WHOLE_STEPS if whole_form else STEPS
+    serial, overlapped = (groups[ranks].run(prioritized, optimizer, shared, steps, on) for on in (False, True))
     for (losses, arrays), (other_losses, other_arrays) in zip(serial, overlapped, strict=True):
         assert losses == other_losses
         assert same(arrays, other_arrays)
@@ -123,10 +127,11 @@ def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_whoever_is_late_the_result_is_bitwise_the_same(groups: dict[int, Ranks], ranks: int) -> None:
+def test_whoever_is_late_the_result_is_bitwise_the_same(groups: dict[int, Ranks], whole_form: bool, ranks: int) -> None:
+    count = WHOLE_RUNS if whole_form else RUNS
     serial = groups[ranks].run(prioritized, "rowwise_adagrad", 0.3, 8, False)
-    for (losses, arrays), runs in zip(serial, groups[ranks].run(delayed, RUNS), strict=True):
-        assert len(runs) == RUNS
+    for (losses, arrays), runs in zip(serial, groups[ranks].run(delayed, count), strict=True):
+        assert len(runs) == count
         for other_losses, other_arrays in runs:
             assert losses == other_losses
             assert same(arrays, other_arrays)

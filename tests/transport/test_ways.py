@@ -56,6 +56,17 @@ def several_at_once(world: World, name: str) -> bool:
     return all(torch.equal(got[:40_000], mine * (k + 1)) for k, got in enumerate(begun))
 
 
+def gathered(world: World, name: str) -> bool:
+    """Values of all ranks, one without any among them."""
+    transport = way(world, name)
+    for shape in ((3,), (2, 5), (0, 4), ()):
+        got = transport.all_gather(torch.full(shape, float(world.rank)), name="values").wait()
+        expected = torch.stack([torch.full(shape, float(rank)) for rank in range(world.ranks)])
+        if got.shape != expected.shape or not torch.equal(got, expected):
+            return False
+    return True
+
+
 def exchange_until_told(world: World, name: str) -> str:
     """Go on exchanging for ever; gives what this rank was told when that ended."""
     transport = way(world, name)
@@ -83,6 +94,11 @@ def test_rows_arrive_as_gloo_brings_them(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_transfers_may_be_awaited_in_any_order(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(several_at_once, name))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_gathers_hold_every_rank(ranks: Ranks, name: str) -> None:
+    assert all(ranks.run(gathered, name))
 
 
 @pytest.mark.parametrize("name", WAYS)

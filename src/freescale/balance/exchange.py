@@ -14,7 +14,7 @@ from torch import Tensor
 from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
 from freescale.errors import TransportError
-from freescale.transport.c10d import C10d
+from freescale.transport.handle import Transport
 
 Groups = Mapping[str, Events]
 """A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""
@@ -43,7 +43,7 @@ class Plan(Protocol):
 class Exchange:
     """Balances one batch after another. All ranks take part, with as many samples as each has."""
 
-    def __init__(self, transport: C10d, plan: Plan) -> None:
+    def __init__(self, transport: Transport, plan: Plan) -> None:
         self._transport, self.plan = transport, plan
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
         self._digest = 0

@@ -30,9 +30,9 @@ from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
-from freescale.transport.choose import Chosen, choose
+from freescale.transport.choose import Chosen, choose, for_samples
 from freescale.transport.handle import Transport
-from freescale.transport.world import World, apart, hosts_of
+from freescale.transport.world import World
 
 _STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
@@ -108,7 +108,7 @@ def build(
         autocast=config.train.precision == "bf16",
     )
     cost = _cost(config, model)
-    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder)
+    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder, ways.way)
     parts = Parts(
         config=config,
         world=world,
@@ -156,15 +156,15 @@ def _cost(config: RunConfig, model: Model | None) -> Cost:
 
 
 def _balanced(
-    config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder
+    config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder, way: str
 ) -> tuple[Batches, Planner | None]:
     """Batches, and what plans them where there is somebody to balance with."""
     if config.balance.mode == "off" or world.ranks == 1:
         return loader, None
     if config.balance.adapt and world.leads:
         notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
-    transport = apart(deadline=config.train.deadline)
-    planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts_of(transport), leads=world.leads)
+    transport, hosts = for_samples(way, deadline=config.train.deadline)
+    planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
     transport.watch(lambda name: recorder.arrive(name, "samples", alone=True))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 

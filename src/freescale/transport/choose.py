@@ -8,8 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from freescale.config.schema import TransportConfig
 from freescale.errors import ConfigError
@@ -22,6 +24,7 @@ from freescale.transport.probe import Measured, probe
 from freescale.transport.shared_memory import SharedMemory
 from freescale.transport.world import World, apart, beside, hosts_of
 
+Ints = NDArray[np.int64]
 WAYS = ("c10d", "host_staged", "shared_memory", "copy_engine")
 _memories = itertools.count()
 """All ranks open ways in the same order, so their numbers agree."""
@@ -37,6 +40,8 @@ class Chosen:
     deferred: Transport | None
     why: list[str]
     """For people."""
+    way: str = "c10d"
+    """Of what is deferred, by name."""
 
     def of(self, lane: str) -> Transport:
         """What moves rows in a lane."""
@@ -121,7 +126,23 @@ def choose(world: World, config: TransportConfig, *, deferred: bool, sent_bytes:
     picked = {lane: pick(table, lane) if name == "auto" else name for lane, name in asked.items()}
     urgent = opened.get(picked["urgent"]) or ways.make(picked["urgent"])
     why = [explain(lane, way, table if asked[lane] == "auto" else []) for lane, way in picked.items()]
-    return Chosen(urgent, ways.make(picked["deferred"], urgent=urgent) if deferred else None, why)
+    if not deferred:
+        return Chosen(urgent, None, why, picked["urgent"])
+    return Chosen(urgent, ways.make(picked["deferred"], urgent=urgent), why, picked["deferred"])
+
+
+def for_samples(way: str, *, deadline: float) -> tuple[Transport, Ints]:
+    """What moves samples, beside all else, and the host of each rank. All ranks must come.
+
+    Samples are in memory of the hosts, wherever the model is: they take shared memory if that is the way of rows.
+    """
+    group = apart(deadline=deadline)
+    hosts = hosts_of(group)
+    if way != "shared_memory":
+        return group, hosts
+    near = np.flatnonzero(hosts == hosts[group.peers.rank]).tolist()
+    memory = SharedMemory(group.peers, near, name=str(next(_memories)), deadline=deadline)
+    return OneSided(memory, group), hosts
 
 
 def pick(table: Sequence[Measured], lane: str) -> str:

@@ -108,6 +108,10 @@ class Transport(Protocol):
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         ...
 
+    def all_gather(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+        """Gather equally shaped values of all ranks into [ranks, ...]."""
+        ...
+
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""
         ...

@@ -56,16 +56,21 @@ class OneSided:
         far = self._send_far(mine, send, theirs, receive, name=name)
         with self._memory.moving():
             for peer in self._near:
-                if receive[peer]:
+                if theirs[peer].numel():
                     self._memory.offer(peer, theirs[peer].view(-1).view(torch.uint8))
                     self._awaited[peer] += 1
-                if send[peer]:
+                if mine[peer].numel():
                     self._going[peer].append(mine[peer].view(-1).view(torch.uint8))
                     self._begun[peer] += 1
             theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
             self._write_what_is_offered()
         work = _Work(self, self._begun.copy(), self._awaited.copy(), far)
         return Handle(work, lambda: out, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)
+
+    def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
+        """Gather equally shaped values of all ranks into [ranks, ...]."""
+        once = [1] * self.peers.ranks
+        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""

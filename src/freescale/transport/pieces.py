@@ -65,6 +65,11 @@ class Pieces:
         self._exchange([nothing] * more, [nothing] * more, name)
         return Landed(out)
 
+    def all_gather(self, values: Tensor, *, name: str) -> Landed[Tensor]:
+        """Gather equally shaped values of all ranks into [ranks, ...]."""
+        once = [1] * self.peers.ranks
+        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
+
     def all_reduce(self, values: Tensor, *, name: str) -> Landed[Tensor]:
         """Add up a few values over all ranks, in place."""
         self._give_way()
@@ -127,11 +132,9 @@ class _Piece(NamedTuple):
     @property
     def flat(self) -> list[Tensor]:
         """All bytes, rank by rank."""
-        return (
-            self.of_rank
-            if self.first is None
-            else [p for pair in zip(self.first, self.of_rank, strict=True) for p in pair]
-        )
+        if self.first is None:
+            return self.of_rank
+        return [part for pair in zip(self.first, self.of_rank, strict=True) for part in pair]
 
     @property
     def sizes(self) -> list[int]:
