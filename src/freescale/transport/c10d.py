@@ -92,7 +92,8 @@ class C10d:
 
     def _start(self, begin: Callable[[], dist.Work | None], name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
         flight = self._watcher(name) if self._watcher is not None else None
-        work = begin()
+        with self.peers.during(name):
+            work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
         self._under_way.add(work)

@@ -7,7 +7,8 @@ signed is named.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
@@ -47,6 +48,14 @@ class Peers:
         while time.monotonic() < until and not self.store.check(keys):
             time.sleep(0.05)
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    @contextmanager
+    def during(self, operation: str) -> Iterator[None]:
+        """Whatever fails inside is said with the ranks that do not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(operation, error) from error
 
     def failure(self, operation: str, error: Exception) -> TransportError:
         """Say what failed on this rank, and who is not there any more."""
@@ -152,10 +161,8 @@ class Handle(Generic[T]):
         """Wait for the transfer to end and give its result."""
         if self._flight is not None:
             self._flight.waits()
-        try:
+        with self._peers.during(self._operation):
             self._work.wait(timedelta(seconds=self._deadline))
-        except RuntimeError as error:
-            raise self._peers.failure(self._operation, error) from error
         if self._flight is not None:
             self._flight.landed()
         return self._finish()

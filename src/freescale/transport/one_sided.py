@@ -51,10 +51,11 @@ class OneSided:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         flight = self._watcher(name) if self._watcher is not None else None
         rows = rows.contiguous()
-        out = self._memory.room(rows, sum(receive))
+        with self.peers.during(name):
+            out = self._memory.room(rows, sum(receive))
         mine, theirs = rows.split(list(send)), out.split(list(receive))
         far = self._send_far(mine, send, theirs, receive, name=name)
-        with self._memory.moving():
+        with self.peers.during(name), self._memory.moving():
             for peer in self._near:
                 if theirs[peer].numel():
                     self._memory.offer(peer, theirs[peer].view(-1).view(torch.uint8))
