@@ -9,11 +9,13 @@ at the same port. Last, a run without a kill.
 """
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,12 +34,26 @@ LANES = 2
 GRACE_SECONDS = 5.0
 
 
+class Told(io.StringIO):
+    """What a rank would write on its terminal, for who watches it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def write(self, text: str) -> int:
+        if text.startswith("error: "):
+            self._pipe.send(text.removeprefix("error: "))
+        return len(text)
+
+
 def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Connection) -> None:
     """Exchange rows in both lanes; say how it ended."""
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
+    sys.stderr = Told(pipe)  # whoever cannot even join says so there, and ends
     try:
         world = join(deadline=setting["deadline"])
         ways = Ways(world)

@@ -4,6 +4,10 @@ import contextlib
 import hashlib
 import os
 import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +20,10 @@ from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Peers
+from freescale.transport.handle import LOOK_SECONDS, Peers
+
+_SLACK_SECONDS = 1.0
+"""Beyond the deadline, for those who keep it by themselves."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,8 @@ def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> Wo
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     store: dist.Store = dist.HashStore() if ranks == 1 else _store(rank, ranks, deadline)
     backend = "nccl" if place.type == "cuda" else "gloo"
-    try:
+    with _in_time(Peers(rank, ranks, store), "joining the group", deadline):
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
-    except RuntimeError as error:
-        raise Peers(rank, ranks, store).failure("joining the group", error) from error
     group = _world_group()
     return World(rank, ranks, place, group, C10d(group, store, deadline=deadline))
 
@@ -75,7 +80,7 @@ def beside(transport: C10d) -> C10d:
 
 def _opened(transport: C10d, *, backend: str | None = None) -> C10d:
     ranks, deadline = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.deadline)
-    with transport.named("opening a group"):
+    with _in_time(transport.peers, "opening a group", transport.deadline):
         group = dist.new_group(ranks, timeout=deadline, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
     return C10d(group, transport.peers.store, deadline=transport.deadline)
@@ -96,6 +101,41 @@ def hosts_of(transport: C10d) -> NDArray[np.int64]:
 def leave() -> None:
     """End the group, so that no rank is left waiting."""
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _in_time(peers: Peers, operation: str, deadline: float) -> Iterator[None]:
+    """Guard what connects ranks. If one dies amid it gloo may never end and cannot be stopped: the process ends."""
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(peers, operation, deadline, ended), daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        ended.set()
+        raise peers.failure(operation, error) from error
+    finally:
+        ended.set()
+
+
+def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event) -> None:
+    """End the process if it is stuck after the deadline, or when another rank has given up."""
+    until = time.monotonic() + deadline + _SLACK_SECONDS
+    stuck: Exception | None = None
+    while stuck is None:
+        if ended.wait(LOOK_SECONDS):
+            return
+        try:
+            peers.require_all()
+        except RuntimeError as error:
+            stuck = error
+        if time.monotonic() > until:
+            stuck = RuntimeError("gloo did not end in time")
+    if ended.wait(LOOK_SECONDS / 2):  # it was about to fail by itself
+        return
+    error = peers.failure(operation, stuck)
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _host() -> str:
