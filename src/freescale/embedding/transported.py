@@ -7,7 +7,6 @@ gradients before the update, go through a transport. What is learnt is bitwise w
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import SequenceEmbeddingsAwaitable
@@ -20,10 +19,9 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from freescale.config.schema import TransportConfig, Way
 from freescale.errors import UsageError
-from freescale.transport.c10d import C10d
 from freescale.transport.choose import choose
 from freescale.transport.handle import Arriving, Transport
-from freescale.transport.world import World
+from freescale.transport.world import around
 
 
 class TransportEmbeddingSharder(EmbeddingCollectionSharder):
@@ -47,9 +45,7 @@ class TransportEmbeddingSharder(EmbeddingCollectionSharder):
         group = env.process_group
         if group is None:
             raise UsageError("rows travel only in a process group", remedy="call dist.init_process_group first")
-        store = dist.distributed_c10d._get_default_store()
-        control = C10d(group, store, deadline=self._deadline)
-        world = World(group.rank(), group.size(), device or torch.device("cpu"), group, control)
+        world = around(group, device or torch.device("cpu"), deadline=self._deadline)
         transport = choose(world, TransportConfig(urgent=self._way), deferred=False).urgent
 
         class Collection(ShardedEmbeddingCollection):

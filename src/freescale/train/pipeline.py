@@ -29,9 +29,8 @@ from freescale.errors import UsageError
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
 from freescale.train.lanes import Lanes
-from freescale.transport.c10d import C10d
 from freescale.transport.choose import choose
-from freescale.transport.world import World
+from freescale.transport.world import around
 
 B = TypeVar("B")
 
@@ -86,9 +85,8 @@ class Pipeline(Generic[B]):
         self._collections = dict(found)
         group = next(iter(self._collections.values())).env.process_group
         assert group is not None
-        store = dist.distributed_c10d._get_default_store()
         overlaps = overlap and group.size() > 1
-        world = World(group.rank(), group.size(), self._device, group, C10d(group, store, deadline=deadline))
+        world = around(group, self._device, deadline=deadline)
         ways = choose(world, transport or TransportConfig(), deferred=overlaps)
         self._tables = ShardedTables(*_own_rows(self._collections), ways.urgent)
         _require_even(self._tables, group)

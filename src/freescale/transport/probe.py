@@ -15,9 +15,6 @@ import torch.distributed as dist
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Transport
 
-SIZES = (1 << 16, 1 << 20, 8 << 20)
-"""Bytes that a rank sends in one transfer."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -36,11 +33,14 @@ def probe(
     control: C10d,
     device: torch.device,
     *,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int],
     seconds: float = 0.02,
     rounds: int = 3,
 ) -> list[Measured]:
-    """Measure every way at every size, in turns. `seconds`: what each measurement may take, roughly."""
+    """Measure every way at every size, in turns. `sizes`: bytes that a rank sends in one transfer.
+
+    `seconds`: what each measurement may take, roughly.
+    """
     compute = Compute(device)
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(rounds):

@@ -67,6 +67,12 @@ def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> Wo
     return World(rank, ranks, place, group, C10d(group, store, deadline=deadline))
 
 
+def around(group: dist.ProcessGroup, device: torch.device, *, deadline: float) -> World:
+    """The ranks of a group that somebody else made."""
+    store = dist.distributed_c10d._get_default_store()
+    return World(group.rank(), group.size(), device, group, C10d(group, store, deadline=deadline))
+
+
 def apart(*, deadline: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     store = dist.distributed_c10d._get_default_store()
