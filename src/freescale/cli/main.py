@@ -28,6 +28,7 @@ COMMANDS = {
     "train": Command("freescale.cli.train", "train a recipe or a config, on one rank or many"),
     "report": Command("freescale.cli.report", "where the time of a training went: table, page, trace"),
     "bench transport": Command("freescale.cli.bench_transport", "how quick each way between ranks is here"),
+    "bench attention": Command("freescale.cli.bench_attention", "is attention right on this device, and how quick"),
     "selftest": Command("freescale.cli.selftest", "correctness of every way and technique on your machines"),
     "evaluate": Command("freescale.cli.evaluate", "metrics of a trained model on what it has not seen"),
     "predict": Command("freescale.cli.predict", "the best items for every user, to Parquet"),

@@ -5,9 +5,9 @@ import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor, nn
 
 from freescale.config import ModelConfig
-from freescale.models.attention import Bias, hstu_attention
+from freescale.models.attention.operators import hstu_attention
 from freescale.models.keyed import Keys
-from freescale.models.sequence import TIME_BUCKETS, Layout
+from freescale.models.sequence import TIME_BUCKETS, Bias, Layout
 from freescale.models.stem import Stem
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from freescale.config import ModelConfig
-from freescale.models.attention import softmax_attention
+from freescale.models.attention.softmax import softmax_attention
 from freescale.models.keyed import Keys
 from freescale.models.sequence import Layout
 from freescale.models.stem import Stem

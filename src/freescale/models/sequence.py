@@ -1,37 +1,31 @@
 """How the tokens of a batch are laid out, and how samples of like length are brought together.
 
-Tokens of all samples are packed end to end, history first and candidates after it. Attention needs them as matrices:
-samples are sorted by length and cut into buckets, each padded to its own longest only, so that the work follows the sum
-of squared lengths of the batch and not the longest of it.
+Tokens of all samples are packed end to end, history first and candidates after it. Without a kernel that reads them so,
+attention needs matrices: samples are sorted by length and cut into buckets, each padded to its own longest only, so
+that the work follows the sum of squared lengths of the batch and not the longest of it.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _WASTE = 1.25  # a bucket ends where padding would cost more than this over its shortest member
-_BLOCK = 256  # queries that attend at a time
-TIME_BUCKETS = 129
-_LOG_STEP = 0.301  # time buckets grow by a factor of about 1.35
+_TOKENS = 2048  # of a bucket of several samples, padding counted: their matrices stay in the cache
 _SMALL = 8  # lengths below this share a bucket: the launch costs more than the padding
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """Samples of like length as a padded matrix [samples, longest]."""
-
-    index: Tensor
-    """Which token stands where; padding points at token 0."""
-    valid: Tensor
-    """Where a token stands at all."""
-    history: Tensor
-    """Events of each sample before its candidates."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Bring packed tokens [tokens, ...] into the matrix."""
-        return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+TIME_BUCKETS = 129
+_LOG_STEP = 0.301  # time buckets grow by a factor of about 1.35
+CELL_SHIFT = 17  # leaves the exponent of a float and six bits of its mantissa
+_ONE = 127 << 6  # the cell of 1.0
 
 
 @dataclass(frozen=True)
@@ -42,50 +36,35 @@ class Times:
     asked: Tensor
 
 
+@dataclass(frozen=True)
+class Bias:
+    """Learned amounts that are added to a score for how far two events are apart."""
+
+    position: Tensor
+    """By distance in positions, up to the longest."""
+    time: Tensor
+    """By bucket of the logarithm of seconds: [TIME_BUCKETS]."""
+
+
 def visible(query: Tensor, key: Tensor, history: Tensor) -> Tensor:
     """Whether the query at one position sees the key at another, in a sample with so much history."""
     return (key <= query) & ((key < history) | (key == query))
 
 
+def bucket_of_cell(device: torch.device) -> Tensor:
+    """Which time bucket a time falls into whose float has these leading bits: log(seconds) / 0.301.
+
+    By a table, so that every device finds the same bucket, and none computes a logarithm for every pair of events.
+    """
+    leading = [(1 + cell % 64 / 64) * 2.0 ** (cell // 64) for cell in range(64 * 64)]
+    buckets = [min(TIME_BUCKETS - 1, int(math.log(seconds) / _LOG_STEP)) for seconds in leading]
+    return torch.tensor([0] * _ONE + buckets, dtype=torch.int32, device=device)
+
+
 def time_bucket(asked: Tensor, event: Tensor) -> Tensor:
     """Which of the time buckets the span between an event and a question falls into."""
-    apart = (asked - event).abs_().clamp_(min=1).float()  # in place: there is one for every pair of events
-    return apart.log_().div_(_LOG_STEP).clamp_(max=TIME_BUCKETS - 1).int()
-
-
-@dataclass(frozen=True)
-class Block:
-    """Queries [begin, end) of a bucket against the keys that any of them may see; the same for all layers."""
-
-    bucket: Bucket
-    begin: int
-    end: int
-    times: Times | None
-
-    @cached_property
-    def seen(self) -> Tensor:
-        """Which pairs count: [samples, queries, keys]."""
-        query, key = self._places
-        return visible(query, key, self.bucket.history[:, None, None])
-
-    @cached_property
-    def distance(self) -> Tensor:
-        """In positions. Candidates stand side by side."""
-        query, key = self._places
-        return (torch.minimum(query, self.bucket.history[:, None, None].int()) - key).clamp_(min=0)
-
-    @cached_property
-    def apart(self) -> Tensor:
-        """In time buckets."""
-        assert self.times is not None
-        event, asked = self.bucket.gather(self.times.event), self.bucket.gather(self.times.asked)
-        return time_bucket(asked[:, self.begin : self.end, None], event[:, None, : self.end])
-
-    @property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        device = self.bucket.index.device
-        query = torch.arange(self.begin, self.end, device=device, dtype=torch.int32)[None, :, None]
-        return query, torch.arange(self.end, device=device, dtype=torch.int32)[None, None, :]
+    cell = (asked - event).abs().float().view(torch.int32) >> CELL_SHIFT
+    return bucket_of_cell(asked.device)[cell]
 
 
 @dataclass(frozen=True)
@@ -112,6 +91,11 @@ class Layout:
         return self.lengths if self.candidates is None else self.lengths - self.candidates
 
     @cached_property
+    def spans(self) -> Tensor:
+        """First token, length and history of each sample: all that attention has to know of the layout."""
+        return torch.stack([self.offsets[:-1], self.lengths, self.history], dim=1)
+
+    @cached_property
     def position(self) -> Tensor:
         """Place of each token in its sample."""
         first = self.offsets[:-1].repeat_interleave(self.lengths)
@@ -122,38 +106,80 @@ class Layout:
         """Place of each token as a model sees it: candidates stand side by side, behind the history."""
         return torch.minimum(self.position, self.history.repeat_interleave(self.lengths))
 
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """All samples that have tokens, shortest first."""
-        lengths, order = self.lengths.sort(stable=True)
-        sizes = lengths.tolist()
-        begin = sizes.count(0)
-        found = []
-        while begin < len(sizes):
-            limit = max(_SMALL, sizes[begin] * _WASTE)
-            end = begin + 1
-            while end < len(sizes) and sizes[end] <= limit:
-                end += 1
-            found.append(self._bucket(order[begin:end], sizes[end - 1]))
-            begin = end
-        return found
 
-    @cached_property
-    def blocks(self) -> list[list[Block]]:
-        """The pieces of work of attention, by bucket."""
-        return [
-            [Block(bucket, begin, min(begin + _BLOCK, longest), self.times) for begin in range(0, longest, _BLOCK)]
-            for bucket in self.buckets
-            for longest in [bucket.index.shape[1]]
-        ]
+class Remembered(Generic[P, T]):
+    """What follows from the spans of a batch: worked out once for all layers, and forgotten with the batch."""
 
-    @cached_property
-    def out_of_buckets(self) -> Tensor:
-        """Where each token is found when the tokens of all buckets are laid end to end; the same for every layer."""
-        return torch.cat([bucket.index[bucket.valid] for bucket in self.buckets]).argsort()
+    def __init__(self, make: Callable[Concatenate[Tensor, P], T]) -> None:
+        self._make = make
+        self._known = WeakTensorKeyDictionary()
 
-    def _bucket(self, samples: Tensor, longest: int) -> Bucket:
-        place = torch.arange(longest, device=self.offsets.device)
-        valid = place < self.lengths[samples, None]
-        index = torch.where(valid, self.offsets[samples, None] + place, 0)
-        return Bucket(index, valid, self.history[samples])
+    def __call__(self, spans: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Of these spans."""
+        known, of = self._known.setdefault(spans, {}), (args, *kwargs.items())
+        if of not in known:
+            known[of] = self._make(spans, *args, **kwargs)
+        return known[of]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Samples of like length as a padded matrix [samples, longest]."""
+
+    index: Tensor
+    """Which token stands where; padding points at token 0."""
+    valid: Tensor
+    """Where a token stands at all."""
+    history: Tensor | None
+    """Events of each sample before its candidates; none if no sample has candidates."""
+    only: slice | None
+    """The tokens of its only sample, which need no copying."""
+
+    @property
+    def longest(self) -> int:
+        """Places of the matrix."""
+        return self.index.shape[1]
+
+    def scatter(self, matrix: Tensor, x: Tensor) -> None:
+        """Bring tokens back from the matrix to where they are packed."""
+        if self.only is not None:
+            x[self.only] = matrix[0]
+        else:
+            x[self.index[self.valid]] = matrix[self.valid].to(x.dtype)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Bring packed tokens [tokens, ...] into the matrix."""
+        if self.only is not None:
+            return x[self.only][None]
+        return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+
+def _buckets(spans: Tensor) -> list[Bucket]:
+    order = spans[:, 1].sort(stable=True).indices
+    by_length = spans[order].cpu()
+    sizes = by_length[:, 1].tolist()
+    begin = sizes.count(0)
+    found = []
+    while begin < len(sizes):
+        limit = max(_SMALL, sizes[begin] * _WASTE)
+        end = begin + 1
+        while end < len(sizes) and sizes[end] <= limit and (end + 1 - begin) * sizes[end] <= _TOKENS:
+            end += 1
+        found.append(_bucket(by_length[begin:end], spans.device))
+        begin = end
+    return found
+
+
+def _bucket(spans: Tensor, device: torch.device) -> Bucket:
+    first, length, history = spans.to(device).unbind(1)
+    place = torch.arange(int(spans[-1, 1]), device=device)
+    valid = place < length[:, None]
+    index = torch.where(valid, first[:, None] + place, 0)
+    has_candidates = bool((spans[:, 2] < spans[:, 1]).any())
+    begin, size = spans[0, :2].tolist()
+    only = slice(begin, begin + size) if len(spans) == 1 else None
+    return Bucket(index, valid, history if has_candidates else None, only)
+
+
+buckets = Remembered(_buckets)
+"""All samples of a batch that have tokens, shortest first."""

@@ -1,0 +1,180 @@
+"""What do the attention kernels take on GPUs that are not here? Compiled ahead of time, and counted from their grid.
+
+    python benchmarks/kernels.py [--archs 80 90 100] [--widths 25 32 50 64 128 256] [--out FILE.json]
+
+Registers, shared memory and spills by NVIDIA's assembler; that fp32 is never rounded to TF32 and that nothing is added
+atomically, from the PTX; work per program, products and bytes, from the work list of `heavy` and `kuairand` lengths.
+Needs no GPU. Nothing here says how fast a kernel is.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+import record
+from freescale.data.sources import synthetic
+from freescale.models.attention import kernels
+from freescale.models.attention.fused import Sizes
+from freescale.models.attention.work import Dealt, blocks_of, work_of
+from freescale.models.sequence import Layout, visible
+
+KERNELS = ("forward", "backward_rows", "backward_columns", "join")
+RECIPES = {25: 2, 32: 1, 50: 1, 64: 4}
+"""Width of a head in a recipe, and how many it has."""
+PRODUCTS = {"forward": 2, "backward_rows": 3, "backward_columns": 4}
+"""Of matrices, for each tile: scores are computed anew in both passes of backward."""
+PROCESSORS = {"A100": 108, "H100": 132, "B200": 148}
+_POINTERS = {
+    "fp32": ("parts", "more_parts", "d_position", "d_time", "position", "by_cell", "time"),
+    "i64": ("spans", "asked", "event"),
+    "i32": ("bucket_of_cell", "items", "joins"),
+}
+_NUMBERS = {"q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "turns": "i32", "longest": "i32", "weight": "fp32"}
+
+
+def compiled(name: str, sizes: Sizes, arch: int) -> Any:
+    kernel, constants = getattr(kernels, name), sizes.constants(name)
+    pointers = {one: f"*{kind}" for kind, names in _POINTERS.items() for one in names}
+    data = "*bf16" if sizes.half else "*fp32"
+    signature = {
+        one: "constexpr" if one in constants else _NUMBERS.get(one) or pointers.get(one, data)
+        for one in kernel.arg_names
+    }
+    at = {one: (place,) for place, one in enumerate(kernel.arg_names)}
+    aligned = {at[one]: [["tt.divisibility", 16]] for one, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(kernel, signature, {at[one]: value for one, value in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=sizes.launch(name))
+
+
+def usage(name: str, sizes: Sizes, arch: int) -> dict[str, object]:
+    """What the assembler says, and what must not be in the code that it is given."""
+    found = compiled(name, sizes, arch)
+    ptx = found.asm["ptx"]
+    tool = get_ptxas(arch).path
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        built = Path(folder) / "kernel.cubin"
+        command = [tool, "-v", "--regAllocOptLevel=2", f"--gpu-name={target[1]}", source, "-o", built]  # as Triton does
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert spilled is not None, said
+    assert registers is not None, said
+    return {
+        "kernel": name,
+        "arch": f"sm_{arch}",
+        "type": "bf16" if sizes.half else "fp32",
+        "heads": sizes.heads,
+        "width": sizes.width,
+        "registers": int(registers[1]),
+        "shared_bytes": int(found.metadata.shared),
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "tf32": "tf32" in ptx,
+        "float_atomics": bool(re.search(r"\b(atom|red)\.[\w.]*\.f(16|32|64)|\b(atom|red)\.[\w.]*bf16", ptx)),
+    }
+
+
+def load(dealt: Dealt) -> torch.Tensor:
+    """Tiles of each program."""
+    items = dealt.items
+    return ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1).double()
+
+
+def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> dict[str, object]:
+    """How evenly the work of a batch is dealt to the programs that one GPU runs at a time."""
+    block, programs = Sizes(heads, 64, True).block, 2 * processors // heads
+    worst = {"rows": 0.0, "columns": 0.0}
+    for seed in range(3):
+        layout = layout_of(synthetic.lengths(preset, batch, np.random.default_rng(seed)).tolist())
+        work = work_of(layout.spans, layout.tokens, block, programs)
+        for side, dealt in zip(worst, work, strict=True):
+            loads = load(dealt)
+            worst[side] = max(worst[side], float(loads.max() / loads.mean()))
+    return {
+        "preset": preset,
+        "batch": batch,
+        "heads": heads,
+        "processors": processors,
+        **{f"{side}_max_over_mean": round(value, 3) for side, value in worst.items()},
+    }
+
+
+def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Layout:
+    return Layout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
+
+
+def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> dict[str, object]:
+    """Products and bytes of the kernels, against the tiles that hold at least one pair that is seen."""
+    drawn = synthetic.lengths(preset, 128, np.random.default_rng(0))
+    lengths = np.minimum(drawn, 2048).tolist()  # the least is counted pair by pair
+    layout, sizes = layout_of(lengths, [int(share * n) for n in lengths]), Sizes(heads, width, True)
+    work = work_of(layout.spans, layout.tokens, sizes.block, 2 * PROCESSORS["H100"] // heads)
+    tile = 2 * sizes.block**2 * sizes.padded * heads
+    least_tiles = sum(seen_tiles(n, n - int(share * n), sizes.block) for n in lengths)
+    tiles = {"forward": load(work.rows), "backward_rows": load(work.rows), "backward_columns": load(work.columns)}
+    blocks = blocks_of(layout.spans, tokens=layout.tokens, block=sizes.block)
+    whole = int((blocks.row_tiles > 0).sum())
+    parts = int((work.rows.items[..., 4] >= 0).sum())
+    operand = sizes.block * width * heads * 2
+    # A tile reads keys and values (or queries and gradients) and the times of its events; a block, its own two.
+    least_bytes = least_tiles * (2 * operand + 8 * sizes.block) + whole * 2 * operand
+    extra = parts * 2 * sizes.block * sizes.padded * heads * 4 + int(tiles["forward"].sum()) * 2 * sizes.block * 4
+    return {
+        "preset": preset,
+        "candidates": share,
+        "heads": heads,
+        "width": width,
+        "flops": int(sum(PRODUCTS[name] * float(one.sum()) for name, one in tiles.items()) * tile),
+        "flops_over_least": round(
+            sum(PRODUCTS[name] * float(one.sum()) for name, one in tiles.items())
+            / (sum(PRODUCTS.values()) * least_tiles),
+            4,
+        ),
+        "bytes_over_least": round((float(tiles["forward"].sum()) / least_tiles * least_bytes + extra) / least_bytes, 4),
+    }
+
+
+def seen_tiles(length: int, history: int, block: int) -> int:
+    """Tiles of a sample in which some query sees some key, found pair by pair."""
+    places = torch.arange(-(-length // block) * block)
+    seen = visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
+    return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--widths", type=int, nargs="+", default=[*RECIPES, 128, 256])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    results: list[dict[str, object]] = []
+    presets: tuple[synthetic.Preset, ...] = ("heavy", "kuairand")
+    for preset in presets:
+        results += [grid(preset, 128, heads, PROCESSORS["H100"]) for heads in (1, 2, 4)]
+        results += [counted(preset, share, 4, 64) for share in (0.0, 0.2)]
+    for width in options.widths:
+        sizes = [Sizes(RECIPES.get(width, 1), width, half) for half in (True, False)]
+        results += [usage(name, one, arch) for one in sizes for arch in options.archs for name in KERNELS]
+    for result in results:
+        print(json.dumps(result), flush=True)
+    record.save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

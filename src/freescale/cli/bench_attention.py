@@ -1,0 +1,109 @@
+"""`freescale bench attention`: is attention right on this device, and how quick is it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from freescale.cli.options import parse, print_json, print_table
+from freescale.errors import UsageError
+
+if TYPE_CHECKING:
+    from freescale.models.attention.measure import Problem, Timed
+
+_LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+_CHECKED = (0, 1, 31, 32, 33, 64, 65, 300)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Hold attention against its reference, then time it: alone, padded, and against torch's flex attention.
+
+    freescale bench attention --device cpu --longest 512 --batch 32
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where."""
+    preset: Literal["kuairand", "ml1m", "heavy"] = "heavy"
+    """How lengths are spread."""
+    batch: int = 64
+    """Samples."""
+    longest: int = 1024
+    """Lengths are cut to this."""
+    heads: int = 1
+    """Attention heads."""
+    width: int = 128
+    """Of a head."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers of q, k and v."""
+    rounds: int = 5
+    """All take turns so many times."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the figures as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Check first; what is wrong is not timed."""
+    options = parse(Options, argv, prog)
+    import numpy as np
+    import torch
+
+    from freescale.data.sources import synthetic
+    from freescale.models.attention import measure
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+    place, size = torch.device(options.device), {"heads": options.heads, "width": options.width}
+    errors = measure.errors(measure.Problem.of(_CHECKED, **size, dtype=kind, device=place))
+    right = max(errors.values()) <= _LIMITS[options.precision]
+    timed: list[Timed] = []
+    left_out: dict[str, str] = {}
+    if right:
+        drawn = synthetic.lengths(options.preset, options.batch, np.random.default_rng(0))
+        lengths = np.minimum(drawn, options.longest).tolist()
+        problem = measure.Problem.of(lengths, **size, dtype=kind, device=place)
+        competitors, left_out = _competitors(problem)
+        timed = measure.compete(problem, competitors, rounds=options.rounds)
+    if options.json:
+        print_json({"errors": errors, "right": right, "timed": [asdict(one) for one in timed], "left_out": left_out})
+    else:
+        _print(options, errors, right, timed, left_out)
+    return 0 if right else 1
+
+
+def _competitors(problem: "Problem") -> "tuple[dict[str, Callable[[Problem], None]], dict[str, str]]":
+    """Who can run here, and why the others cannot."""
+    from freescale.models.attention import measure
+
+    competitors: dict[str, Callable[[Problem], None]] = {
+        "ours": measure.ours,
+        "padded to the longest": measure.padded,
+    }
+    left_out: dict[str, str] = {}
+    try:
+        measure.flex(problem)
+        competitors["flex attention (softmax, no biases)"] = measure.flex
+    except Exception as error:  # whatever the compiler says: it is a guest here
+        left_out["flex attention"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return competitors, left_out
+
+
+def _print(
+    options: Options, errors: dict[str, float], right: bool, timed: "Sequence[Timed]", left_out: dict[str, str]
+) -> None:
+    title = f"{options.precision} on {options.device}, {options.heads} x {options.width}"
+    rows = [[name, f"{error:.1e}"] for name, error in errors.items()]
+    print_table(f"Against the reference in fp64, {title}", ["what", "relative error"], rows)
+    if not right:
+        sys.stdout.write(f"above {_LIMITS[options.precision]:.0e}: nothing was timed\n")
+        return
+    rows = [
+        [one.name, f"{one.seconds * 1e3:.1f}", f"{one.flops_per_second / 1e9:.1f}", f"{one.of_dense:.0%}"]
+        for one in timed
+    ]
+    header = ["forward and backward", "ms", "GFLOP/s", "of dense products"]
+    print_table(f"{options.preset}, {options.batch} samples up to {options.longest}", header, rows)
+    sys.stdout.write("".join(f"not timed: {name}, {why}\n" for name, why in left_out.items()))

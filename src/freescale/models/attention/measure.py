@@ -1,0 +1,189 @@
+"""How right HSTU attention is on a device, against the reference, and how quick, in turns with its competitors.
+
+Work is counted as the pairs of which one sees the other: six products of matrices of that size, forward and backward.
+What a kernel computes beyond that (tiles that are half hidden, scores computed anew) is its own affair.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name that everyone knows
+from torch import Tensor
+
+from freescale.models.attention import reference
+from freescale.models.attention.operators import hstu_attention
+from freescale.models.sequence import TIME_BUCKETS, Bias, Layout, Times, time_bucket
+
+_SCALE = 50.0
+_SIDE = 1024  # of the dense matrices that stand for the best that a device does
+_PRODUCTS = 6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch and its tensors."""
+
+    layout: Layout
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Bias
+    upstream: Tensor
+    """The gradient that comes from what follows."""
+
+    @staticmethod
+    def of(lengths: Sequence[int], *, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> "Problem":
+        """Random numbers of the size that a model has; a minute and more between two events."""
+        torch.manual_seed(0)
+        layout = Layout(torch.tensor([0, *lengths], device=device).cumsum(0))
+        event = layout.position * 60 + layout.position**2
+        layout = replace(layout, times=Times(event, event))
+        q, k, v = (torch.randn(layout.tokens, heads, width, device=device).to(dtype).requires_grad_() for _ in range(3))
+        longest = max(lengths, default=1)
+        bias = Bias(*(torch.randn(size, device=device).requires_grad_() for size in (longest, TIME_BUCKETS)))
+        return Problem(layout, q, k, v, bias, torch.randn(q.shape, device=device).to(dtype))
+
+    @property
+    def learnt(self) -> list[Tensor]:
+        """What has a gradient."""
+        return [self.q, self.k, self.v, self.bias.position, self.bias.time]
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward, over pairs that see each other."""
+        lengths = self.layout.lengths
+        pairs = int((lengths * (lengths + 1) // 2).sum())
+        return 2 * _PRODUCTS * pairs * self.q.shape[1] * self.q.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A competitor."""
+
+    name: str
+    seconds: float
+    flops_per_second: float
+    of_dense: float
+    """Share of what dense products of matrices reach on the same device."""
+
+
+def errors(problem: Problem) -> dict[str, float]:
+    """How far result and gradients are from the reference in fp64, as shares of their norms."""
+    exact = replace(
+        problem,
+        q=problem.q.detach().double().requires_grad_(),
+        k=problem.k.detach().double().requires_grad_(),
+        v=problem.v.detach().double().requires_grad_(),
+        bias=Bias(*(x.detach().double().requires_grad_() for x in (problem.bias.position, problem.bias.time))),
+    )
+    found, meant = _result(problem, hstu_attention), _result(exact, reference.hstu_attention)
+    names = ("result", "of q", "of k", "of v", "of position", "of time")
+    return {
+        name: float((a.double() - b).norm() / b.norm().clamp(min=1e-30))
+        for name, a, b in zip(names, found, meant, strict=True)
+    }
+
+
+def compete(problem: Problem, competitors: dict[str, Callable[[Problem], None]], *, rounds: int) -> list[Timed]:
+    """Time everybody in turns, each right after dense products of the same FLOPs; medians of seconds and of ratios."""
+    dense = dense_products(problem)
+    for run in competitors.values():
+        run(problem)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
+    for _ in range(rounds):
+        for name, run in competitors.items():
+            before = _seconds(dense, problem.q.device)
+            seconds[name].append((_seconds(lambda run=run: run(problem), problem.q.device), before))
+    best = statistics.median(before for of in seconds.values() for _, before in of)
+    found = {name: (statistics.median(a for a, _ in of), _ratio(of)) for name, of in seconds.items()}
+    return [
+        Timed(name=name, seconds=of, flops_per_second=problem.flops / of, of_dense=share)
+        for name, (of, share) in {**found, "dense": (best, 1.0)}.items()
+    ]
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    return statistics.median(before / own for own, before in pairs)
+
+
+def ours(problem: Problem) -> None:
+    """The operator, forward and backward."""
+    _result(problem, hstu_attention)
+
+
+def padded(problem: Problem) -> None:
+    """The same by plain operators on samples padded to the longest: the whole matrix of pairs at once."""
+    layout, bias = problem.layout, problem.bias
+    assert layout.times is not None
+    held = torch.arange(int(layout.lengths.max()), device=problem.q.device) < layout.lengths[:, None]
+
+    def filled(x: Tensor) -> Tensor:
+        return x.new_zeros(*held.shape, *x.shape[1:]).masked_scatter(held.view(*held.shape, *[1] * (x.dim() - 1)), x)
+
+    q, k, v = map(filled, (problem.q, problem.k, problem.v))
+    event, place = filled(layout.times.event), torch.arange(held.shape[1], device=q.device)
+    added = (
+        bias.position[(place[:, None] - place).clamp(min=0)] + bias.time[time_bucket(event[:, :, None], event[:, None])]
+    )
+    score = torch.einsum("bqhd,bkhd->bhqk", q, k) + added[:, None].to(q.dtype)
+    seen = (place <= place[:, None]) & held[:, None]
+    out = torch.einsum("bhqk,bkhd->bqhd", F.silu(score) * (seen[:, None].to(q.dtype) / _SCALE), v)
+    torch.autograd.grad(out[held], problem.learnt, problem.upstream)
+
+
+def flex(problem: Problem) -> None:
+    """torch's flex attention: softmax, no biases, the same pairs. Not the same model, but a well-known yardstick."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    sample = torch.arange(len(problem.layout.lengths), device=problem.q.device).repeat_interleave(
+        problem.layout.lengths
+    )
+    tokens = len(sample)
+    mask = create_block_mask(
+        lambda _b, _h, q, k: (sample[q] == sample[k]) & (k <= q), None, None, tokens, tokens, device=problem.q.device
+    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (problem.q, problem.k, problem.v))
+    upstream = problem.upstream.transpose(0, 1)[None]
+    torch.autograd.grad(_flex()(q, k, v, block_mask=mask), problem.learnt[:3], upstream)
+
+
+def dense_products(problem: Problem) -> Callable[[], None]:
+    """Products of dense matrices with the FLOPs and the shapes of attention: two of six make scores."""
+    width, like = problem.q.shape[2], problem.q.detach()
+    scores, tall = like.new_ones(_SIDE, _SIDE), like.new_ones(_SIDE, width)
+    count = problem.flops / (2 * _SIDE * _SIDE * width)
+
+    def run() -> None:
+        for _ in range(round(count / 3)):
+            tall @ tall.mT
+        for _ in range(round(2 * count / 3)):
+            scores @ tall
+
+    return run
+
+
+def _flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)  # type: ignore[return-value]
+
+
+def _result(problem: Problem, attend: Callable[..., Tensor]) -> list[Tensor]:
+    out = attend(problem.q, problem.k, problem.v, problem.layout, bias=problem.bias, scale=_SCALE)
+    return [out.detach(), *torch.autograd.grad(out, problem.learnt, problem.upstream.to(out.dtype))]
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

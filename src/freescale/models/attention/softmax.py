@@ -1,0 +1,90 @@
+"""Softmax attention (SASRec's) over jagged sequences, by what torch has for variable lengths.
+
+On a GPU its kernel for packed sequences; elsewhere, and with candidates, which that kernel does not know, torch's dense
+attention bucket by bucket and block by block of queries.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name that everyone knows
+from torch import Tensor
+
+from freescale.models.attention.matrix import Matrix, matrices
+from freescale.models.sequence import Layout, visible
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and layout.candidates is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        ends, longest = layout.offsets.int(), int(layout.lengths.max()) if len(layout.lengths) else 0
+        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))  # type: ignore[return-value]
+    return by_blocks(q, k, v, layout.spans)
+
+
+@torch.library.custom_op("freescale::softmax_attention", mutates_args=())
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
+    """Mix the values that every query sees."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for matrix in matrices(q, k, v, spans):
+        parts = [
+            F.scaled_dot_product_attention(*_attending(matrix, rows), attn_mask=_seen(matrix, rows))
+            for rows in matrix.rows()
+        ]
+        matrix.put(torch.cat(parts, dim=2).flatten(0, 1), out)
+    return out
+
+
+@torch.library.custom_op("freescale::softmax_attention_backward", mutates_args=())
+def by_blocks_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    d_q, d_k, d_v = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+    for matrix in matrices(q, k, v, spans):
+        gradient = matrix.get(d_out)
+        of_q, of_k, of_v = torch.empty_like(matrix.q), torch.zeros_like(matrix.k), torch.zeros_like(matrix.v)
+        for rows in matrix.rows():
+            seen = slice(0, rows.stop)
+            queries, d_mixed = matrix.q[:, rows] / q.shape[-1] ** 0.5, gradient[:, rows]
+            score = (queries @ matrix.k[:, seen].mT).unflatten(0, (matrix.samples, -1))
+            weights = score.masked_fill_(~_seen(matrix, rows), float("-inf")).flatten(0, 1).softmax(-1)
+            of_v[:, seen].baddbmm_(weights.mT, d_mixed)
+            d_weights = d_mixed @ matrix.v[:, seen].mT
+            d_score = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            of_k[:, seen].baddbmm_(d_score.mT, queries)
+            torch.bmm(d_score, matrix.k[:, seen], out=of_q[:, rows])
+        for found, into in ((of_q.div_(q.shape[-1] ** 0.5), d_q), (of_k, d_k), (of_v, d_v)):
+            matrix.put(found, into)
+    return d_q, d_k, d_v
+
+
+def _attending(matrix: Matrix, rows: slice) -> list[Tensor]:
+    """Queries of a block and the keys and values that they may see: [samples, heads, places, width]."""
+    parts = (matrix.q[:, rows], matrix.k[:, : rows.stop], matrix.v[:, : rows.stop])
+    return [part.unflatten(0, (matrix.samples, -1)) for part in parts]
+
+
+def _seen(matrix: Matrix, rows: slice) -> Tensor:
+    """Which pairs count: [samples or 1, 1, queries, keys]."""
+    query = torch.arange(rows.start, rows.stop, device=matrix.q.device)[None, None, :, None]
+    key = torch.arange(rows.stop, device=matrix.q.device)
+    history = matrix.bucket.history
+    return key <= query if history is None else visible(query, key, history[:, None, None, None])
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return (*by_blocks_backward(d_out, *ctx.saved_tensors), None)
+
+
+by_blocks.register_autograd(_backward, setup_context=_keep)
+by_blocks.register_fake(lambda *args: _like(args[2]))
+by_blocks_backward.register_fake(lambda *args: tuple(map(_like, args[1:4])))

@@ -1,0 +1,85 @@
+"""Batches for attention, and how one implementation is held against the reference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from freescale.models.attention import reference
+from freescale.models.attention.operands import Gradients, Inputs
+from freescale.models.sequence import TIME_BUCKETS, Bias, Layout, Times
+
+SCALE = 50.0
+LONGEST = 700
+
+
+def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -> Layout:
+    """Samples whose events and questions have their own times."""
+    layout = Layout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
+    event = layout.position * 977 + layout.position**2
+    return replace(layout, times=Times(event, event + 40 * (layout.position % 7)))
+
+
+def inputs(
+    layout: Layout, *, heads: int, width: int, dtype: torch.dtype = torch.float64, longest: int = LONGEST
+) -> Inputs:
+    """Numbers of the size that a model has, the same for the same layout."""
+    generator = torch.Generator().manual_seed(layout.tokens)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = (drawn(layout.tokens, heads, width) for _ in range(3))
+    assert layout.times is not None
+    when = layout.times
+    return Inputs(q, k, v, layout.spans, when.asked, when.event, drawn(longest), drawn(TIME_BUCKETS), SCALE)
+
+
+def upstream(like: Tensor) -> Tensor:
+    """The gradient of what attention gives."""
+    return torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape).cos().to(like.dtype)
+
+
+def meant(x: Inputs, layout: Layout) -> tuple[Tensor, Gradients]:
+    """Result and gradients of the reference, in fp64."""
+    learnt = [one.double().requires_grad_() for one in (x.q, x.k, x.v, x.position, x.time)]
+    q, k, v, position, time = learnt
+    out = reference.hstu_attention(q, k, v, layout, bias=Bias(position, time), scale=x.scale)
+    found = torch.autograd.grad(out, learnt, upstream(x.v).double(), allow_unused=True, materialize_grads=True)
+    return out.detach(), Gradients(*found)
+
+
+def apart(found: Tensor, meant: Tensor) -> float:
+    """How far a result is from what is meant, as a share of it."""
+    return float((found.double() - meant).norm() / meant.norm().clamp(min=1e-30))
+
+
+def require_close(
+    forward: Callable[[Inputs], Tensor],
+    backward: Callable[[Inputs, Tensor], Gradients],
+    x: Inputs,
+    layout: Layout,
+    *,
+    within: float,
+) -> None:
+    """Hold an implementation against the reference, forward and every gradient."""
+    with torch.no_grad():
+        out, gradients = forward(x), backward(x, upstream(x.v))
+    expected, expected_gradients = meant(x, layout)
+    assert apart(out, expected) <= within
+    for name, found, wanted in zip(Gradients._fields, gradients, expected_gradients, strict=True):
+        assert apart(found, wanted) <= within, name
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, edges: Sequence[int], most: int, samples: int) -> tuple[list[int], list[int] | None]:
+    """Lengths and candidates: few and many, 0 and 1, around the edges of blocks, one long one beside short ones."""
+    short = st.integers(0, 12)
+    length = st.one_of(short, st.sampled_from(edges), st.integers(0, most))
+    lengths = draw(
+        st.one_of(st.lists(length, max_size=samples), st.tuples(st.just(most), short, short, short).map(list))
+    )
+    share = draw(st.sampled_from([None, 0.0, 0.2, 1.0]))
+    return lengths, None if share is None else [int(share * n) for n in lengths]

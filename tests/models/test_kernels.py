@@ -1,0 +1,122 @@
+"""Promise: the kernels for GPUs give what the reference says. Triton's interpreter runs them here, on a CPU.
+
+The interpreter does not see what a compiler does to them: that fp32 stays fp32 and that nothing is added atomically is
+read from the compiled code (benchmarks/kernels.py).
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from freescale.models.attention.work import blocks_of, deal, work_of
+from freescale.models.sequence import visible
+from tests.models.attention_cases import apart, batches, inputs, layout_of, meant, upstream
+
+SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
+"""Heads and widths of the recipes."""
+EDGES = [31, 32, 33, 63, 64, 65, 96]
+Batch = tuple[list[int], list[int] | None]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton interprets: it must know before Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            yield pool
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+def errors(batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """How far the kernels are from the reference: result and every gradient."""
+    from freescale.models.attention import fused
+
+    torch.set_num_threads(1)
+    layout = layout_of(*batch)
+    x = inputs(layout, heads=heads, width=width, dtype=dtype, longest=max([1, *batch[0]]))
+    out, gradients = fused.forward(x), fused.backward(x, upstream(x.v))
+    expected, wanted = meant(x, layout)
+    found = {name: apart(getattr(gradients, name), getattr(wanted, name)) for name in gradients._fields}
+    return {"out": apart(out, expected), **found}
+
+
+def require_within(found: dict[str, float], limit: float) -> None:
+    assert max(found.values()) <= limit, found
+
+
+@pytest.mark.parametrize(("heads", "width"), SHAPES)
+def test_kernels_are_the_reference_on_any_batch(
+    interpreter: ProcessPoolExecutor, whole_form: bool, heads: int, width: int
+) -> None:
+    @settings(max_examples=75 if whole_form else 3, suppress_health_check=list(HealthCheck))
+    @given(batch=batches(edges=EDGES, most=130, samples=6))
+    def prove(batch: Batch) -> None:
+        require_within(interpreter.submit(errors, batch, heads, width).result(), 1e-5)
+
+    prove()
+
+
+def test_kernels_are_the_reference_on_one_long_sample_beside_short_ones(
+    interpreter: ProcessPoolExecutor, whole_form: bool
+) -> None:
+    lengths = [4097, 1, 0, 3] if whole_form else [290, 1, 0, 3]
+    cases: list[Batch] = [
+        (lengths, None),
+        (lengths, [share * n // 4 for n, share in zip(lengths, (1, 1, 0, 2), strict=True)]),
+    ]
+    for found in [interpreter.submit(errors, batch, 1, 32) for batch in cases]:
+        require_within(found.result(), 1e-5)
+
+
+def test_kernels_add_halves_up_as_fp32(interpreter: ProcessPoolExecutor) -> None:
+    """bf16 takes the same lines, but Triton 3.9's interpreter multiplies its bits instead of its numbers."""
+    require_within(interpreter.submit(errors, ([130, 7], [9, 2]), 1, 32, torch.float16).result(), 1e-2)
+
+
+@settings(max_examples=60)
+@given(batch=batches(edges=EDGES, most=900, samples=12), programs=st.integers(1, 40))
+def test_every_tile_that_is_seen_is_dealt_once_and_evenly(batch: Batch, programs: int) -> None:
+    layout, block = layout_of(*batch), 32
+    if not batch[0]:
+        return
+    work = work_of(layout.spans, layout.tokens, block, programs)
+    for dealt, by_row in ((work.rows, True), (work.columns, False)):
+        met: dict[tuple[int, int, int], int] = {}
+        for sample, place, begin, end, _ in dealt.items.flatten(0, 1).tolist():
+            for tile in range(begin, end) if sample >= 0 else ():
+                met[sample, place, tile] = met.get((sample, place, tile), 0) + 1
+        assert set(met.values()) <= {1}
+        assert len(met) == sum(seen_tiles(length, history, block) for _, length, history in layout.spans.tolist())
+        items = dealt.items
+        loads = ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1)
+        assert loads.max() <= 1.25 * loads.double().mean() + 1, by_row
+
+
+def seen_tiles(length: int, history: int, block: int) -> int:
+    """Tiles of a sample in which some query sees some key, found pair by pair."""
+    places = torch.arange(-(-length // block) * block)
+    seen = visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
+    return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
+
+
+def test_parts_of_a_block_that_was_cut_are_joined_once_each() -> None:
+    layout = layout_of([2000, 5])
+    blocks = blocks_of(layout.spans, tokens=layout.tokens, block=32)
+    dealt = deal(blocks, blocks.row_tiles, programs=64)
+    slots = dealt.items[..., 4][dealt.items[..., 0] >= 0]
+    joined = [
+        slot + part
+        for slot, (sample, _, count) in enumerate(dealt.joins.tolist())
+        if sample >= 0
+        for part in range(count)
+    ]
+    assert sorted(slots[slots >= 0].tolist()) == joined
+    assert len(joined) > 64
