@@ -146,3 +146,28 @@ def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path)
     assert summary["named_in_time"] == summary["kills"] == 10, [kill for kill in kills if not kill["ok"]]
     assert set(summary["left_behind"].values()) == {0}
     assert summary["next_run_ends"]
+
+
+def test_memory_of_attention_follows_tokens_and_not_pairs(tmp_path: Path) -> None:
+    out = tmp_path / "attention.json"
+    options = ["--batch", "8", "--longest", "256", "--widths", "32", "--rounds", "1", "--memory", "2048", "8192"]
+    subprocess.run([sys.executable, BENCHMARKS / "attention.py", *options, "--out", out], check=True)
+    time, memory = json.loads(out.read_text())["results"]
+    assert time["pairs_in_c_over_dense"] > 0
+    shorter, longer = memory["memory_mb"].values()
+    assert longer < 6 * shorter
+    assert longer < memory["one_matrix_of_pairs_mb"]["8192"] / 2
+
+
+def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_evenly(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    options = ["--archs", "90", "--widths", "64", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "kernels.py", *options], check=True, capture_output=True)
+    results = json.loads(out.read_text())["results"]
+    compiled = [result for result in results if "kernel" in result]
+    assert {result["kernel"] for result in compiled} == {"forward", "backward_rows", "backward_columns", "join"}
+    for result in compiled:
+        assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)
+    for result in results:
+        assert max(result.get("rows_max_over_mean", 1), result.get("columns_max_over_mean", 1)) <= 1.25
+        assert max(result.get("flops_over_least", 1), result.get("bytes_over_least", 1)) <= 1.15

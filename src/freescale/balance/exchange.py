@@ -99,13 +99,19 @@ class Packing:
         )
 
     def pack(self, samples: Ints, to: Ints) -> Tensor:
-        """Some samples, in the order of the ranks that they go to."""
-        parts = [torch.empty(0, dtype=torch.uint8)]
-        for rank in np.unique(to):
-            for events in self._groups.values():
-                rows = _rows(events, torch.from_numpy(samples[to == rank]))
-                parts += [_as_bytes(values[rows]) for values in events.features.values()]
-        return torch.cat(parts)
+        """Some samples, in the order of the ranks that they go to. Each feature is gathered once, for all ranks."""
+        ranks, first = np.unique(to, return_index=True)
+        by_feature = []
+        for events in self._groups.values():
+            chosen = torch.from_numpy(samples)
+            rows = _rows(events, chosen)
+            before = np.concatenate([[0], events.lengths[chosen].cumsum(0).numpy()])
+            counts = np.diff(before[np.append(first, len(samples))]).tolist()
+            for values in events.features.values():
+                sizes = [count * _row_bytes(values) for count in counts]
+                by_feature.append(_as_bytes(values[rows]).split(sizes))
+        parts = [piece for of_rank in zip(*by_feature, strict=True) for piece in of_rank]
+        return torch.cat(parts) if len(ranks) and parts else torch.empty(0, dtype=torch.uint8)
 
     def joined(self, staying: Ints, got: Tensor, lengths: Ints, homes: Ints) -> dict[str, Events]:
         """Samples that stay, and those that came from the ranks `homes`, with these lengths by group."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.data.sources import synthetic
 from freescale.errors import reason
+from freescale.models.attention.measure import Problem, errors
 from freescale.transport.choose import WAYS, Ways
 from freescale.transport.world import World
 
@@ -55,7 +56,8 @@ class Selftest:
     def _checks(self) -> dict[str, Callable[[], str]]:
         each = {f"transport {way}": partial(self._transport, way) for way in WAYS}
         priority = {f"prioritized over {way}": partial(self._prioritized, way) for way in WAYS}
-        return {**each, **priority, "balanced": self._balanced, "copy engine": self._copy_engine}
+        rest = {"balanced": self._balanced, "attention": self._attention, "copy engine": self._copy_engine}
+        return {**each, **priority, **rest}
 
     def _outcome(self, name: str, check: Callable[[], str]) -> Outcome:
         """Run a check; the worst that happened on any rank counts."""
@@ -115,6 +117,15 @@ class Selftest:
         for name, value in one.items():
             apart = float((value - other[name]).norm() / value.norm().clamp_min(1e-300))
             _require(apart < 1e-9, f"{name} differs by {apart:.1e} after {_STEPS} steps")
+        return ""
+
+    def _attention(self) -> str:
+        """HSTU attention of this device gives the reference's result and gradients."""
+        limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type == "cuda" else {})
+        for dtype, limit in limits.items():
+            problem = Problem.of((0, 1, 31, 32, 33, 300), heads=2, width=25, dtype=dtype, device=self._world.device)
+            wrong = {name: error for name, error in errors(problem).items() if error > limit}
+            _require(not wrong, f"{dtype} is off by {wrong}")
         return ""
 
     def _copy_engine(self) -> str:

@@ -19,6 +19,13 @@ CELL_SHIFT = tl.constexpr(_CELL_SHIFT)
 
 
 @triton.jit
+def _span(spans, sample):
+    """First token, length and history of a sample."""
+    at = spans + 3 * sample
+    return tl.load(at), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32)
+
+
+@triton.jit
 def _seen(query, key, length, history):
     """Whether queries [., 1] of a sample see its keys [1, .]."""
     return (key <= query) & ((key < history) | (key == query)) & (query < length)
@@ -55,13 +62,14 @@ def _part(parts, slot, head, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _give(
-    base, parts, slot, head, place, known, value,
+    out, first, parts, slot, head, place, known, value,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store what a whole block added up to, or leave that of a part where `join` finds it."""
     if slot >= 0:
         tl.store(_part(parts, slot, head, HEADS, PADDED, BLOCK), value)
     else:
+        base = out + first * (HEADS * WIDTH) + head * WIDTH
         _put(base, place, HEADS * WIDTH, known, value, WIDTH, PADDED)
 
 
@@ -83,11 +91,9 @@ def forward(
     lane = tl.arange(0, BLOCK)
     for turn in range(turns):
         item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, place = tl.load(item), tl.load(item + 1)
+        sample, place, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
         if sample >= 0:
-            first = tl.load(spans + 3 * sample)
-            length = tl.load(spans + 3 * sample + 1).to(tl.int32)
-            history = tl.load(spans + 3 * sample + 2).to(tl.int32)
+            first, length, history = _span(spans, sample)
             query = place * BLOCK + lane
             real = query < length
             queries = _rows(q + first * q_stride + own, query, q_stride, real, WIDTH, PADDED)
@@ -107,19 +113,7 @@ def forward(
                 score += tl.load(by_cell + _cell(when_asked[:, None], when[None, :]), mask=seen, other=0.0)
                 weights = tl.where(seen, score * tl.sigmoid(score) * weight, 0.0)
                 mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-            _give(
-                out + first * (HEADS * WIDTH) + own,
-                parts,
-                tl.load(item + 4),
-                head,
-                query,
-                real,
-                mixed,
-                HEADS,
-                WIDTH,
-                PADDED,
-                BLOCK,
-            )
+            _give(out, first, parts, slot, head, query, real, mixed, HEADS, WIDTH, PADDED, BLOCK)
 
 
 @triton.jit
@@ -140,11 +134,9 @@ def backward_rows(
     by_distance = d_position + mine.to(tl.int64) * longest
     for turn in range(turns):
         item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, place = tl.load(item), tl.load(item + 1)
+        sample, place, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
         if sample >= 0:
-            first = tl.load(spans + 3 * sample)
-            length = tl.load(spans + 3 * sample + 1).to(tl.int32)
-            history = tl.load(spans + 3 * sample + 2).to(tl.int32)
+            first, length, history = _span(spans, sample)
             query = place * BLOCK + lane
             real = query < length
             stands = tl.minimum(query, history)
@@ -188,19 +180,7 @@ def backward_rows(
                 for found in range(tl.min(tl.where(seen, bucket, BUCKETS)), tl.max(bucket) + 1):
                     total = tl.sum(tl.where(bucket == found, of_score, 0.0))
                     by_bucket += tl.where(bucket_lane == found, total, 0.0)
-            _give(
-                d_q + first * (HEADS * WIDTH) + own,
-                parts,
-                tl.load(item + 4),
-                head,
-                query,
-                real,
-                of_queries,
-                HEADS,
-                WIDTH,
-                PADDED,
-                BLOCK,
-            )
+            _give(d_q, first, parts, slot, head, query, real, of_queries, HEADS, WIDTH, PADDED, BLOCK)
     tl.store(d_time + mine * BUCKETS + bucket_lane, by_bucket)
 
 
@@ -216,11 +196,9 @@ def backward_columns(
     lane = tl.arange(0, BLOCK)
     for turn in range(turns):
         item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, place = tl.load(item), tl.load(item + 1)
+        sample, place, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
         if sample >= 0:
-            first = tl.load(spans + 3 * sample)
-            length = tl.load(spans + 3 * sample + 1).to(tl.int32)
-            history = tl.load(spans + 3 * sample + 2).to(tl.int32)
+            first, length, history = _span(spans, sample)
             key = place * BLOCK + lane
             known = key < length
             keys = _rows(k + first * k_stride + own, key, k_stride, known, WIDTH, PADDED)
@@ -246,32 +224,8 @@ def backward_columns(
                 of_score = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
                 of_score = tl.where(seen, of_score * slope, 0.0)
                 of_keys = tl.dot(of_score.to(queries.dtype), queries, of_keys, input_precision=PRECISION)
-            _give(
-                d_k + first * (HEADS * WIDTH) + own,
-                parts,
-                tl.load(item + 4),
-                head,
-                key,
-                known,
-                of_keys,
-                HEADS,
-                WIDTH,
-                PADDED,
-                BLOCK,
-            )
-            _give(
-                d_v + first * (HEADS * WIDTH) + own,
-                more_parts,
-                tl.load(item + 4),
-                head,
-                key,
-                known,
-                of_values,
-                HEADS,
-                WIDTH,
-                PADDED,
-                BLOCK,
-            )
+            _give(d_k, first, parts, slot, head, key, known, of_keys, HEADS, WIDTH, PADDED, BLOCK)
+            _give(d_v, first, more_parts, slot, head, key, known, of_values, HEADS, WIDTH, PADDED, BLOCK)
 
 
 @triton.jit
@@ -285,6 +239,6 @@ def join(
         total = tl.zeros([BLOCK, PADDED], tl.float32)
         for part in range(count):
             total += tl.load(_part(parts, slot + part, head, HEADS, PADDED, BLOCK))
-        first, length = tl.load(spans + 3 * sample), tl.load(spans + 3 * sample + 1)
+        first, length, _ = _span(spans, sample)
         at = place * BLOCK + tl.arange(0, BLOCK)
         _put(out + first * (HEADS * WIDTH) + head * WIDTH, at, HEADS * WIDTH, at < length, total, WIDTH, PADDED)

@@ -1,0 +1,38 @@
+"""Promise: `freescale bench attention` says first whether attention is right, and then how quick it is."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from freescale.cli.main import main
+from freescale.models.attention import blocks
+
+OPTIONS = ["bench", "attention", "--batch", "8", "--longest", "64", "--width", "16", "--rounds", "1"]
+
+
+def test_attention_is_held_against_the_reference_and_timed_against_others() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "freescale", *OPTIONS, "--json"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(ended.stdout)
+    assert found["right"]
+    assert max(found["errors"].values()) < 1e-5
+    assert {one["name"] for one in found["timed"]} >= {"ours", "padded to the longest", "dense"}
+    assert all(one["seconds"] > 0 for one in found["timed"])
+    assert "backward on CPU" in found["left_out"]["flex attention"]
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = blocks.forward
+    monkeypatch.setattr(blocks, "forward", lambda x: right(x) * 1.01)
+    assert main(OPTIONS) == 1
+    assert "nothing was timed" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*OPTIONS, "--device", "cuda"]) == 2
+    assert "no GPU is here" in capsys.readouterr().err

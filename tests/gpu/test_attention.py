@@ -1,0 +1,17 @@
+"""Promise: on a GPU attention is right and says how quick it is. Not run by us: no GPU was at hand."""
+
+import pytest
+import torch
+
+from freescale.cli.main import main
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("width", [25, 50, 64])
+def test_bench_attention_ends_well(precision: str, width: int) -> None:
+    assert main(["bench", "attention", "--device", "cuda", "--precision", precision, "--width", str(width)]) == 0
