@@ -53,7 +53,12 @@ def compiled(name: str, sizes: Sizes, arch: int) -> Any:
         for one in kernel.arg_names
     }
     at = {one: (place,) for place, one in enumerate(kernel.arg_names)}
-    aligned = {at[one]: [["tt.divisibility", 16]] for one, kind in signature.items() if kind.startswith("*")}
+    # As at run time: q, k and v are chunks of one linear layer, so the width decides how they are aligned.
+    size, whole = 2 if sizes.half else 4, sizes.heads * sizes.width
+    even = {one for one, kind in signature.items() if kind.startswith("*")}
+    even -= {"q", "k", "v"} if whole * size % 16 else set()
+    even |= {"q_stride", "k_stride", "v_stride"} & set(signature) if 4 * whole % 16 == 0 else set()
+    aligned = {at[one]: [["tt.divisibility", 16]] for one in even}
     source = ASTSource(kernel, signature, {at[one]: value for one, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=sizes.launch(name))
 

@@ -8,7 +8,7 @@ that the work follows the sum of squared lengths of the batch and not the longes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ def visible(query: Tensor, key: Tensor, history: Tensor) -> Tensor:
     return (key <= query) & ((key < history) | (key == query))
 
 
+@lru_cache
 def bucket_of_cell(device: torch.device) -> Tensor:
     """Which time bucket a time falls into whose float has these leading bits: log(seconds) / 0.301.
 
@@ -116,7 +117,8 @@ class Remembered(Generic[P, T]):
 
     def __call__(self, spans: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
         """Of these spans."""
-        known, of = self._known.setdefault(spans, {}), (args, *kwargs.items())
+        version = 0 if spans.is_inference() else spans._version
+        known, of = self._known.setdefault(spans, {}), (version, args, *kwargs.items())
         if of not in known:
             known[of] = self._make(spans, *args, **kwargs)
         return known[of]
@@ -127,7 +129,7 @@ class Bucket:
     """Samples of like length as a padded matrix [samples, longest]."""
 
     index: Tensor
-    """Which token stands where; padding points at token 0."""
+    """Which token stands where; padding points at the first one of its sample."""
     valid: Tensor
     """Where a token stands at all."""
     history: Tensor | None
@@ -174,7 +176,7 @@ def _bucket(spans: Tensor, device: torch.device) -> Bucket:
     first, length, history = spans.to(device).unbind(1)
     place = torch.arange(int(spans[-1, 1]), device=device)
     valid = place < length[:, None]
-    index = torch.where(valid, first[:, None] + place, 0)
+    index = first[:, None] + torch.where(valid, place, 0)
     has_candidates = bool((spans[:, 2] < spans[:, 1]).any())
     begin, size = spans[0, :2].tolist()
     only = slice(begin, begin + size) if len(spans) == 1 else None

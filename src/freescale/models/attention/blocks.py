@@ -1,4 +1,4 @@
-"""HSTU attention block by block of queries, with torch's products of matrices: what runs on a CPU.
+"""HSTU attention block by block of queries, with torch's products of matrices: on a CPU, and where no kernel fits.
 
 Memory follows the tokens: of the matrix of all pairs there is one block at a time, small enough for the cache, and
 backward computes it anew. What happens to the pairs of a block is the business of `pairs`, or of its twin in C.

@@ -15,13 +15,6 @@ from freescale.models.attention.work import Dealt, Work, work_of
 from freescale.models.sequence import bucket_of_cell
 
 TIME_PADDED = 256
-_LAUNCH = {
-    "forward": {True: (4, 2), False: (4, 1)},
-    "backward_rows": {True: (8, 2), False: (8, 2)},
-    "backward_columns": {True: (4, 1), False: (4, 2)},
-    "join": {True: (4, 1), False: (4, 1)},
-}
-"""Warps and stages, by whether numbers are halves: what compiles without spilling (benchmarks/kernels.py)."""
 _PER_PROCESSOR = 2  # programs that fit beside each other on one
 _INTERPRETED = 8  # programs, where the interpreter runs them on a CPU: enough to have several of each kind
 
@@ -47,13 +40,14 @@ class Sizes(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Queries and keys of a tile."""
-        return 32 if self.padded <= 128 else 16
+        """Queries and keys of a tile: fewer of wide rows, so that registers hold them."""
+        return 32 if self.padded <= (128 if self.half else 64) else 16
 
     def launch(self, kernel: str) -> dict[str, int]:
-        """Warps and stages of a program."""
-        warps, stages = _LAUNCH[kernel][self.half]
-        return {"num_warps": warps, "num_stages": stages}
+        """Warps and stages of a program: what compiles without spilling, as benchmarks/kernels.py shows."""
+        few = (kernel == "forward" and not self.half) or (kernel == "backward_columns" and self.half)
+        narrow = kernel == "backward_columns" and self.padded <= 32
+        return {"num_warps": 4 if few else 8, "num_stages": 1 if few or narrow else 2}
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """By the names that a kernel knows them by. fp32 is multiplied as fp32, not as TF32."""
@@ -66,6 +60,7 @@ def forward(x: Inputs) -> Tensor:
     """Mix the values that every query sees."""
     if not len(x.q):
         return _like(x.v)
+    x = _packed(x)
     q, k, v = map(_heads_side_by_side, (x.q, x.k, x.v))
     out, dealt = _like(v), _work(x).rows
     with _parts_joined(x, dealt, [out]) as parts:
@@ -77,6 +72,7 @@ def backward(x: Inputs, d_out: Tensor) -> Gradients:
     """Gradients of all that `forward` reads, from that of what it gives."""
     if not len(x.q):
         return Gradients(*map(torch.zeros_like, (x.q, x.k, x.v, x.position, x.time)))
+    x = _packed(x)
     read = (*map(_heads_side_by_side, (x.q, x.k, x.v)), d_out.contiguous())
     d_q, d_k, d_v = map(_like, read[:3])
     (rows, columns), position = _work(x), x.position.float()
@@ -84,7 +80,7 @@ def backward(x: Inputs, d_out: Tensor) -> Gradients:
     d_position = torch.zeros(programs, len(position), device=d_q.device)
     d_time = torch.empty(programs, TIME_PADDED, device=d_q.device)
     with _parts_joined(x, rows, [d_q]) as parts:
-        tables = (position, x.time.float(), _cells(d_q.device))
+        tables = (position, x.time.float(), bucket_of_cell(d_q.device))
         _run("backward_rows", x, rows.items, (*read, d_q, *parts, d_position, d_time), tables, len(position))
     with _parts_joined(x, columns, [d_k, d_v]) as parts:
         _run("backward_columns", x, columns.items, (*read, d_k, d_v, *parts), (position, _by_cell(x)))
@@ -131,17 +127,17 @@ def _programs(device: torch.device) -> int:
     return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache
-def _cells(device: torch.device) -> Tensor:
-    return bucket_of_cell(device)
-
-
 def _by_cell(x: Inputs) -> Tensor:
-    return x.time.float().index_select(0, _cells(x.q.device))
+    return x.time.float().index_select(0, bucket_of_cell(x.q.device))
 
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _packed(x: Inputs) -> Inputs:
+    """Of tensors beside q, k and v kernels know no strides."""
+    return x._replace(**{name: getattr(x, name).contiguous() for name in ("asked", "event", "position", "time")})
 
 
 def _heads_side_by_side(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Programs walk over blocks of queries (forward; gradients of q and of the biases) or of keys (gradients of k and v), or
 parts of them, that `work` dealt to them. Scores are computed anew in backward. Whatever a program adds up is its own
-until the end; parts, and sums of several programs, are added afterwards in a fixed order: two runs give the same bits.
+until the end, where it is scaled, so that halves keep their digits. Parts, and sums of several programs, are added
+afterwards in a fixed order: two runs give the same bits.
 
 Compiled for a GPU, or run by Triton's interpreter on a CPU (TRITON_INTERPRET=1). Nothing else here imports Triton.
 """
@@ -79,7 +80,7 @@ def _tiles_of_row(place, history, BLOCK: tl.constexpr):
     return tl.cdiv(tl.minimum(history, (place + 1) * BLOCK), BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])  # or a batch might wait for a compiler
 def forward(
     q, k, v, out, parts, spans, asked, event, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
@@ -111,12 +112,12 @@ def forward(
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
                 score += tl.load(position + distance, mask=seen, other=0.0)
                 score += tl.load(by_cell + _cell(when_asked[:, None], when[None, :]), mask=seen, other=0.0)
-                weights = tl.where(seen, score * tl.sigmoid(score) * weight, 0.0)
+                weights = tl.where(seen, score * tl.sigmoid(score), 0.0)
                 mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-            _give(out, first, parts, slot, head, query, real, mixed, HEADS, WIDTH, PADDED, BLOCK)
+            _give(out, first, parts, slot, head, query, real, mixed * weight, HEADS, WIDTH, PADDED, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def backward_rows(
     q, k, v, d_out, d_q, parts, d_position, d_time, spans, asked, event, position, time, bucket_of_cell, items,
     q_stride, k_stride, v_stride, turns, longest, weight,
@@ -159,7 +160,7 @@ def backward_rows(
                 score += tl.load(position + distance, mask=seen, other=0.0)
                 score += tl.load(time + bucket, mask=seen, other=0.0)
                 opened = tl.sigmoid(score)
-                slope = opened * (1 + score * (1 - opened)) * weight
+                slope = opened * (1 + score * (1 - opened))
                 of_score = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
                 of_score = tl.where(seen, of_score * slope, 0.0)
                 of_queries = tl.dot(of_score.to(keys.dtype), keys, of_queries, input_precision=PRECISION)
@@ -173,18 +174,18 @@ def backward_rows(
                 along += tl.where(band == 0, tl.sum(tl.where(alone, of_score, 0.0)), 0.0)
                 at = by_distance + nearest + band
                 inside = nearest + band < longest
-                tl.store(at, tl.load(at, mask=inside, other=0.0) + along, mask=inside)
+                tl.store(at, tl.load(at, mask=inside, other=0.0) + along * weight, mask=inside)
                 tl.debug_barrier()  # the next tile adds to some of these, by other threads
 
                 # Of the time buckets a tile holds few: one or two, once it is far from the diagonal.
                 for found in range(tl.min(tl.where(seen, bucket, BUCKETS)), tl.max(bucket) + 1):
                     total = tl.sum(tl.where(bucket == found, of_score, 0.0))
                     by_bucket += tl.where(bucket_lane == found, total, 0.0)
-            _give(d_q, first, parts, slot, head, query, real, of_queries, HEADS, WIDTH, PADDED, BLOCK)
-    tl.store(d_time + mine * BUCKETS + bucket_lane, by_bucket)
+            _give(d_q, first, parts, slot, head, query, real, of_queries * weight, HEADS, WIDTH, PADDED, BLOCK)
+    tl.store(d_time + mine * BUCKETS + bucket_lane, by_bucket * weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def backward_columns(
     q, k, v, d_out, d_k, d_v, parts, more_parts, spans, asked, event, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
@@ -218,14 +219,14 @@ def backward_columns(
                 score += tl.load(position + distance, mask=seen, other=0.0)
                 score += tl.load(by_cell + _cell(when_asked[None, :], when[:, None]), mask=seen, other=0.0)
                 opened = tl.sigmoid(score)
-                weights = tl.where(seen, score * opened * weight, 0.0)
+                weights = tl.where(seen, score * opened, 0.0)
                 of_values = tl.dot(weights.to(gradient.dtype), gradient, of_values, input_precision=PRECISION)
-                slope = opened * (1 + score * (1 - opened)) * weight
+                slope = opened * (1 + score * (1 - opened))
                 of_score = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
                 of_score = tl.where(seen, of_score * slope, 0.0)
                 of_keys = tl.dot(of_score.to(queries.dtype), queries, of_keys, input_precision=PRECISION)
-            _give(d_k, first, parts, slot, head, key, known, of_keys, HEADS, WIDTH, PADDED, BLOCK)
-            _give(d_v, first, more_parts, slot, head, key, known, of_values, HEADS, WIDTH, PADDED, BLOCK)
+            _give(d_k, first, parts, slot, head, key, known, of_keys * weight, HEADS, WIDTH, PADDED, BLOCK)
+            _give(d_v, first, more_parts, slot, head, key, known, of_values * weight, HEADS, WIDTH, PADDED, BLOCK)
 
 
 @triton.jit

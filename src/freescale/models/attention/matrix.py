@@ -22,7 +22,7 @@ class Matrix:
     k: Tensor
     v: Tensor
     times: Times | None
-    """[samples, longest] as fp64, which is exact, and quicker to subtract and to convert than integers."""
+    """[samples, longest] as fp64: exact to 2^53, and quicker to subtract and to convert than integers."""
 
     @property
     def samples(self) -> int:
@@ -32,7 +32,8 @@ class Matrix:
     def get(self, packed: Tensor) -> Tensor:
         """Tokens [tokens, heads, width] as this matrix holds them; 0 where none stands."""
         padded = self.bucket.gather(packed)
-        return _by_head(padded if self.bucket.only else padded * self.bucket.valid[:, :, None, None]).to(self.q.dtype)
+        held = padded if self.bucket.only else padded.masked_fill(~self.bucket.valid[:, :, None, None], 0)
+        return _by_head(held).to(self.q.dtype)
 
     def put(self, found: Tensor, packed: Tensor) -> None:
         """The other way round."""

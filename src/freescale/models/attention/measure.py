@@ -35,16 +35,33 @@ class Problem:
     """The gradient that comes from what follows."""
 
     @staticmethod
-    def of(lengths: Sequence[int], *, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> "Problem":
-        """Random numbers of the size that a model has; a minute and more between two events."""
+    def of(
+        lengths: Sequence[int],
+        *,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        candidates: Sequence[int] | None = None,
+    ) -> "Problem":
+        """Random numbers of the size that a model has; q, k and v are parts of one tensor, as a model makes them."""
         torch.manual_seed(0)
-        layout = Layout(torch.tensor([0, *lengths], device=device).cumsum(0))
+        offered = None if candidates is None else torch.tensor(candidates, device=device)
+        layout = Layout(torch.tensor([0, *lengths], device=device).cumsum(0), offered)
         event = layout.position * 60 + layout.position**2
-        layout = replace(layout, times=Times(event, event))
-        q, k, v = (torch.randn(layout.tokens, heads, width, device=device).to(dtype).requires_grad_() for _ in range(3))
+        layout = replace(layout, times=Times(event, event + 40 * (layout.position % 7)))
+        parts = torch.randn(layout.tokens, 3 * heads * width, device=device).to(dtype).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (heads, width)).detach().requires_grad_() for part in parts)
         longest = max(lengths, default=1)
         bias = Bias(*(torch.randn(size, device=device).requires_grad_() for size in (longest, TIME_BUCKETS)))
         return Problem(layout, q, k, v, bias, torch.randn(q.shape, device=device).to(dtype))
+
+    @staticmethod
+    def checked(*, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> "Problem":
+        """Short and empty samples, edges of blocks, candidates; on a GPU so much that no program is idle."""
+        lengths = [0, 1, 31, 32, 33, 64, 65, 300, *([1000] * 64 if device.type == "cuda" else [])]
+        offered = [n // 4 if place % 3 == 0 else 0 for place, n in enumerate(lengths)]
+        return Problem.of(lengths, heads=heads, width=width, dtype=dtype, device=device, candidates=offered)
 
     @property
     def learnt(self) -> list[Tensor]:
@@ -124,9 +141,10 @@ def padded(problem: Problem) -> None:
         return x.new_zeros(*held.shape, *x.shape[1:]).masked_scatter(held.view(*held.shape, *[1] * (x.dim() - 1)), x)
 
     q, k, v = map(filled, (problem.q, problem.k, problem.v))
-    event, place = filled(layout.times.event), torch.arange(held.shape[1], device=q.device)
+    event, asked = filled(layout.times.event), filled(layout.times.asked)
+    place = torch.arange(held.shape[1], device=q.device)
     added = (
-        bias.position[(place[:, None] - place).clamp(min=0)] + bias.time[time_bucket(event[:, :, None], event[:, None])]
+        bias.position[(place[:, None] - place).clamp(min=0)] + bias.time[time_bucket(asked[:, :, None], event[:, None])]
     )
     score = torch.einsum("bqhd,bkhd->bhqk", q, k) + added[:, None].to(q.dtype)
     seen = (place <= place[:, None]) & held[:, None]
@@ -134,20 +152,25 @@ def padded(problem: Problem) -> None:
     torch.autograd.grad(out[held], problem.learnt, problem.upstream)
 
 
-def flex(problem: Problem) -> None:
+def flex_on(problem: Problem) -> Callable[[Problem], None]:
     """torch's flex attention: softmax, no biases, the same pairs. Not the same model, but a well-known yardstick."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    sample = torch.arange(len(problem.layout.lengths), device=problem.q.device).repeat_interleave(
-        problem.layout.lengths
+    lengths, device = problem.layout.lengths, problem.q.device
+    sample, compiled = (
+        torch.arange(len(lengths), device=device).repeat_interleave(lengths),
+        torch.compile(flex_attention),
     )
-    tokens = len(sample)
     mask = create_block_mask(
-        lambda _b, _h, q, k: (sample[q] == sample[k]) & (k <= q), None, None, tokens, tokens, device=problem.q.device
+        lambda _b, _h, q, k: (sample[q] == sample[k]) & (k <= q), None, None, len(sample), len(sample), device=device
     )
-    q, k, v = (x.transpose(0, 1)[None] for x in (problem.q, problem.k, problem.v))
-    upstream = problem.upstream.transpose(0, 1)[None]
-    torch.autograd.grad(_flex()(q, k, v, block_mask=mask), problem.learnt[:3], upstream)
+
+    def run(of: Problem) -> None:
+        q, k, v = (x.transpose(0, 1)[None] for x in (of.q, of.k, of.v))
+        out: Tensor = compiled(q, k, v, block_mask=mask)  # type: ignore[assignment]
+        torch.autograd.grad(out, of.learnt[:3], of.upstream.transpose(0, 1)[None])
+
+    return run
 
 
 def dense_products(problem: Problem) -> Callable[[], None]:
@@ -163,12 +186,6 @@ def dense_products(problem: Problem) -> Callable[[], None]:
             scores @ tall
 
     return run
-
-
-def _flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)  # type: ignore[return-value]
 
 
 def _result(problem: Problem, attend: Callable[..., Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ The file is compiled when it is first needed (a third of a second) and loaded th
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from freescale.errors import DataError
 from freescale.models.attention.matrix import Matrix
 from freescale.models.attention.operands import Inputs
 from freescale.models.sequence import CELL_SHIFT, bucket_of_cell
@@ -40,15 +42,18 @@ class _Block(ctypes.Structure):
 @lru_cache
 def library() -> ctypes.CDLL | str:
     """The compiled file, or why there is none."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
+    compiler, *options = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler) is None:
         return "no C compiler was found"
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(__file__).with_name("pairs.c"), Path(folder) / "pairs.so"
-        run = subprocess.run([compiler, *_FLAGS, "-o", built, source, "-lm"], capture_output=True, text=True)
+        run = subprocess.run([compiler, *options, *_FLAGS, "-o", built, source, "-lm"], capture_output=True, text=True)
         if run.returncode:
             return f"{compiler} failed: {(run.stderr.strip().splitlines() or ['without a word'])[0]}"
-        return ctypes.CDLL(str(built))
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            return f"what was compiled cannot be loaded: {error}"
 
 
 class Pairs:
@@ -57,10 +62,11 @@ class Pairs:
     def __init__(self, x: Inputs, compiled: ctypes.CDLL) -> None:
         self._library = compiled
         self._time, self._reversed = x.time.float().contiguous(), x.position.float().flip(0)
-        self._by_cell = self._time.index_select(0, _table())
+        self._table = bucket_of_cell(x.q.device)
+        self._by_cell = self._time.index_select(0, self._table)
         self._threads = torch.get_num_threads()
-        self._of_reversed = torch.zeros(self._threads, len(self._reversed))
-        self._of_time = torch.zeros(self._threads, len(self._time))
+        self._of_reversed = torch.zeros(self._threads, len(self._reversed), dtype=torch.float32)
+        self._of_time = torch.zeros(self._threads, len(self._time), dtype=torch.float32)
 
     def weigh_(self, score: Tensor, matrix: Matrix, rows: slice) -> None:
         """silu(score + biases), and 0 where a query does not see a key."""
@@ -70,6 +76,14 @@ class Pairs:
         """The same; gradients of weights become those of scores, and add to those of the biases."""
         sums = list(zip(self._of_reversed, self._of_time, strict=True))
         self._by_thread(self._library.gradients, (score, d_weights), matrix, rows, sums)
+
+    def _require_room(self, furthest: int) -> None:
+        """C does not look where it reads."""
+        if furthest >= len(self._reversed):
+            raise DataError(
+                f"two events are {furthest} places apart, but the position bias has {len(self._reversed)} amounts",
+                remedy="build the model with `longest` at least as long as its longest sample",
+            )
 
     def of_biases(self) -> tuple[Tensor, Tensor]:
         """Gradients of position and time, over all blocks so far."""
@@ -86,9 +100,19 @@ class Pairs:
         """Every thread takes some of the rows, and has sums of its own."""
         assert matrix.times is not None
         history, longest = matrix.bucket.history, matrix.bucket.longest
-        history = torch.full((matrix.samples,), longest) if history is None else history.contiguous()
+        history = torch.full((matrix.samples,), longest) if history is None else history
+        history = history.to(torch.int64).contiguous()
+        self._require_room(min(int(history.max()), longest - 1))
         count, keys = rows.stop - rows.start, rows.stop
-        tensors = (history, matrix.times.asked, matrix.times.event, self._time, self._by_cell, _table(), self._reversed)
+        tensors = (
+            history,
+            matrix.times.asked,
+            matrix.times.event,
+            self._time,
+            self._by_cell,
+            self._table,
+            self._reversed,
+        )
         sizes = (matrix.samples, matrix.heads, count, keys, rows.start, longest)
         block = _Block(*sizes, *map(Tensor.data_ptr, tensors), len(self._reversed))
 
@@ -106,14 +130,12 @@ class Pairs:
             list(_pool(threads).map(part, range(threads)))
 
 
+os.register_at_fork(after_in_child=lambda: _pool.cache_clear())
+
+
 @lru_cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="pairs")
-
-
-@lru_cache
-def _table() -> Tensor:
-    return bucket_of_cell(torch.device("cpu"))
 
 
 def _address(x: Tensor) -> ctypes.c_void_p:

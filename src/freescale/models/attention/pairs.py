@@ -4,8 +4,6 @@ Biases are looked up, never computed: a distance is a shifted view of the amount
 leading bits of a float.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor
@@ -21,7 +19,7 @@ class Pairs:
     def __init__(self, x: Inputs) -> None:
         kind = computed_in(x.q)
         self._position, self._time = x.position.to(kind), x.time.to(kind)
-        self._bucket_of_cell = _bucket_of_cell(x.q.device)
+        self._bucket_of_cell = bucket_of_cell(x.q.device)
         self._of_position, self._of_time = torch.zeros_like(self._position), torch.zeros_like(self._time)
 
     def weigh_(self, score: Tensor, matrix: Matrix, rows: slice) -> None:
@@ -101,8 +99,3 @@ def _distance(matrix: Matrix, rows: slice) -> Tensor:
 def _places(matrix: Matrix, rows: slice) -> tuple[Tensor, Tensor]:
     query = torch.arange(rows.start, rows.stop, device=matrix.q.device)[None, :, None]
     return query, torch.arange(rows.stop, device=matrix.q.device)[None, None, :]
-
-
-@lru_cache
-def _bucket_of_cell(device: torch.device) -> Tensor:
-    return bucket_of_cell(device)

@@ -16,12 +16,19 @@ from freescale.models.sequence import Layout, visible
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and layout.candidates is None:
+    if layout.candidates is None and _has_packed_kernel(q):
         from torch.nn.attention.varlen import varlen_attn
 
-        ends, longest = layout.offsets.int(), int(layout.lengths.max()) if len(layout.lengths) else 0
+        ends, longest = layout.offsets.int(), int(layout.lengths.max())
         return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))  # type: ignore[return-value]
     return by_blocks(q, k, v, layout.spans)
+
+
+def _has_packed_kernel(q: Tensor) -> bool:
+    """What flash attention asks for."""
+    halves, width = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    fits = len(q) > 0 and width % 8 == 0 and width <= 256
+    return q.is_cuda and halves and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 @torch.library.custom_op("freescale::softmax_attention", mutates_args=())
