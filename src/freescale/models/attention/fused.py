@@ -15,6 +15,15 @@ from freescale.models.attention.work import Dealt, Work, work_of
 from freescale.models.sequence import bucket_of_cell
 
 TIME_PADDED = 256
+_WIDTHS = (16, 32, 64, 128, 256)
+_LAUNCH = {
+    **{("forward", False, padded): (4, 1) for padded in _WIDTHS},
+    **{("backward_columns", True, padded): (4, 1) for padded in _WIDTHS},
+    ("backward_columns", False, 16): (8, 1),
+    ("backward_columns", False, 32): (8, 1),
+    ("backward_columns", False, 64): (4, 2),
+}
+"""Warps and stages, by kernel, whether numbers are halves, and padded width; the others have 8 and 2."""
 _PER_PROCESSOR = 2  # programs that fit beside each other on one
 _INTERPRETED = 8  # programs, where the interpreter runs them on a CPU: enough to have several of each kind
 
@@ -45,9 +54,8 @@ class Sizes(NamedTuple):
 
     def launch(self, kernel: str) -> dict[str, int]:
         """Warps and stages of a program: what compiles without spilling, as benchmarks/kernels.py shows."""
-        few = (kernel == "forward" and not self.half) or (kernel == "backward_columns" and self.half)
-        narrow = kernel == "backward_columns" and self.padded <= 32
-        return {"num_warps": 4 if few else 8, "num_stages": 1 if few or narrow else 2}
+        warps, stages = _LAUNCH.get((kernel, self.half, self.padded), (8, 2))
+        return {"num_warps": warps, "num_stages": stages}
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """By the names that a kernel knows them by. fp32 is multiplied as fp32, not as TF32."""
