@@ -54,7 +54,7 @@ def test_kernels_are_the_reference_on_any_batch(
     interpreter: ProcessPoolExecutor, whole_form: bool, heads: int, width: int
 ) -> None:
     @settings(max_examples=75 if whole_form else 3, suppress_health_check=list(HealthCheck))
-    @given(batch=batches(edges=EDGES, most=130, samples=6))
+    @given(batch=batches(edges=EDGES, most=100, samples=4))
     def prove(batch: Batch) -> None:
         require_within(interpreter.submit(by_kernels, batch, heads, width).result(), 1e-5)
 
