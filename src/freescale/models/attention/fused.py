@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from freescale.models.attention import kernels
-from freescale.models.attention.operands import Gradients, Inputs
+from freescale.models.attention.operands import Gradients, Inputs, like
 from freescale.models.attention.work import Dealt, Work, work_of
 from freescale.models.sequence import bucket_of_cell
 
@@ -67,10 +67,10 @@ class Sizes(NamedTuple):
 def forward(x: Inputs) -> Tensor:
     """Mix the values that every query sees."""
     if not len(x.q):
-        return _like(x.v)
+        return like(x.v)
     x = _packed(x)
     q, k, v = map(_heads_side_by_side, (x.q, x.k, x.v))
-    out, dealt = _like(v), _work(x).rows
+    out, dealt = like(v), _work(x).rows
     with _parts_joined(x, dealt, [out]) as parts:
         _run("forward", x, dealt.items, (q, k, v, out, *parts), (x.position.float(), _by_cell(x)))
     return out
@@ -82,7 +82,7 @@ def backward(x: Inputs, d_out: Tensor) -> Gradients:
         return Gradients(*map(torch.zeros_like, (x.q, x.k, x.v, x.position, x.time)))
     x = _packed(x)
     read = (*map(_heads_side_by_side, (x.q, x.k, x.v)), d_out.contiguous())
-    d_q, d_k, d_v = map(_like, read[:3])
+    d_q, d_k, d_v = map(like, read[:3])
     (rows, columns), position = _work(x), x.position.float()
     programs = len(rows.items) * x.q.shape[1]
     d_position = torch.zeros(programs, len(position), device=d_q.device)
@@ -137,10 +137,6 @@ def _programs(device: torch.device) -> int:
 
 def _by_cell(x: Inputs) -> Tensor:
     return x.time.float().index_select(0, bucket_of_cell(x.q.device))
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _packed(x: Inputs) -> Inputs:

@@ -157,10 +157,8 @@ def flex_on(problem: Problem) -> Callable[[Problem], None]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     lengths, device = problem.layout.lengths, problem.q.device
-    sample, compiled = (
-        torch.arange(len(lengths), device=device).repeat_interleave(lengths),
-        torch.compile(flex_attention),
-    )
+    sample = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    compiled = torch.compile(flex_attention)
     mask = create_block_mask(
         lambda _b, _h, q, k: (sample[q] == sample[k]) & (k <= q), None, None, len(sample), len(sample), device=device
     )

@@ -25,7 +25,6 @@ from freescale.models.sequence import CELL_SHIFT, bucket_of_cell
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DCELL_SHIFT={CELL_SHIFT}")
 _WORTH_THREADS = 1 << 17  # pairs; fewer are done before another thread has begun
 Kernel = Callable[..., None]
-_Sums = tuple[Tensor, Tensor]
 _Count, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 

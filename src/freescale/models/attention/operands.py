@@ -27,3 +27,8 @@ class Gradients(NamedTuple):
     v: Tensor
     position: Tensor
     time: Tensor
+
+
+def like(x: Tensor) -> Tensor:
+    """Room for a tensor of the same shape, packed."""
+    return x.new_empty(x.shape)

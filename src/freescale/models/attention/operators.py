@@ -4,6 +4,7 @@ To a compiler it is one node with known shapes; autograd knows its backward, whi
 """
 
 import importlib.util
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from freescale.log import notice
 from freescale.models.attention import blocks
-from freescale.models.attention.operands import Gradients, Inputs
+from freescale.models.attention.operands import Gradients, Inputs, like
 from freescale.models.sequence import Bias, Layout
 
 _NAME = "freescale::hstu_attention"
@@ -29,7 +30,7 @@ def implementation(q: Tensor) -> ModuleType:
     """Triton kernels for GPUs, blocks of matrices for everything else; what is chosen is said."""
     if q.device.type == "cpu":
         return blocks
-    if q.device.type == "cuda" and q.dtype != torch.float64 and importlib.util.find_spec("triton"):
+    if q.device.type == "cuda" and q.dtype != torch.float64 and _has_triton():
         from freescale.models.attention import fused
 
         notice("attention: Triton kernels")
@@ -37,6 +38,11 @@ def implementation(q: Tensor) -> ModuleType:
     why = "kernels have no fp64" if q.dtype == torch.float64 else f"there is no Triton for {q.device.type} here"
     notice(f"attention: blocks of matrices, since {why}; kernels would be several times as fast")
     return blocks
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op(_NAME, mutates_args=())
@@ -59,10 +65,6 @@ def attend_backward(
     return tuple(implementation(q).backward(inputs, d_out))  # type: ignore[return-value]
 
 
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
@@ -74,5 +76,5 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attend.register_autograd(_backward, setup_context=_keep)
-attend.register_fake(lambda *args: _like(args[2]))
-attend_backward.register_fake(lambda *args: tuple(map(_like, (*args[1:4], *args[7:9]))))
+attend.register_fake(lambda *args: like(args[2]))
+attend_backward.register_fake(lambda *args: tuple(map(like, (*args[1:4], *args[7:9]))))

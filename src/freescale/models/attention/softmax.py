@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor
 
 from freescale.models.attention.matrix import Matrix, matrices
+from freescale.models.attention.operands import like
 from freescale.models.sequence import Layout, visible
 
 
@@ -80,10 +81,6 @@ def _seen(matrix: Matrix, rows: slice) -> Tensor:
     return key <= query if history is None else visible(query, key, history[:, None, None, None])
 
 
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
     ctx.save_for_backward(*inputs)
 
@@ -93,5 +90,5 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 by_blocks.register_autograd(_backward, setup_context=_keep)
-by_blocks.register_fake(lambda *args: _like(args[2]))
-by_blocks_backward.register_fake(lambda *args: tuple(map(_like, args[1:4])))
+by_blocks.register_fake(lambda *args: like(args[2]))
+by_blocks_backward.register_fake(lambda *args: tuple(map(like, args[1:4])))
