@@ -1,12 +1,13 @@
 """Promise: a bubble that was put there is found, as long as it is, under its own name, and no other cause grows.
 
 Real processes train over real links on the timed compute lane. What is planted is planted in every second step, so
-that each step with it has a neighbour without.
+that each step with it has a neighbour without. A machine that others share may slow down in the middle of a run: what
+is put there must be found in one of three runs, and a ledger that is wrong is wrong in all of them.
 """
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,36 +126,60 @@ def missed(more: dict[str, list[float]], planted: dict[str, list[float]]) -> lis
     ]
 
 
+def missed_every_time(measure: Callable[[int], list[str]], times: int = 3) -> list[str]:
+    """What a run missed, when none of several runs found it all."""
+    misses: list[str] = []
+    for attempt in range(times):
+        misses = measure(attempt)
+        if not misses:
+            break
+    return misses
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sleep_before_a_collective_makes_the_others_wait_and_nothing_else(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int
 ) -> None:
-    groups[ranks].run(timed_run, short(log), str(tmp_path), "sleep")
     slept = [1e3 * SLEEP if rank == 1 else 0.0 for rank in range(ranks)]
     waited = [0.0 if rank == 1 else 1e3 * SLEEP for rank in range(ranks)]
-    assert missed(grown(tmp_path), {"host": slept, "straggler": waited}) == []
+
+    def measure(attempt: int) -> list[str]:
+        run = tmp_path / str(attempt)
+        groups[ranks].run(timed_run, short(log), str(run), "sleep")
+        return missed(grown(run), {"host": slept, "straggler": waited})
+
+    assert missed_every_time(measure) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stall_of_the_data_is_found_on_every_rank_and_nothing_else(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int
 ) -> None:
-    groups[ranks].run(timed_run, short(log), str(tmp_path), "stall")
-    assert missed(grown(tmp_path), {"data": [1e3 * STALL] * ranks}) == []
+    def measure(attempt: int) -> list[str]:
+        run = tmp_path / str(attempt)
+        groups[ranks].run(timed_run, short(log), str(run), "stall")
+        return missed(grown(run), {"data": [1e3 * STALL] * ranks})
+
+    assert missed_every_time(measure) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_link_is_found_as_the_traffic_that_goes_over_it(tmp_path: Path, ranks: int) -> None:
     write_dataset(tmp_path / "data", histories([10] * 400, items=1_500), rows_per_group=4, items=1_500)
     config = short(tmp_path / "data", model={"dim": 128, "layers": 1})
-    with lab(2) as hosts, started(ranks, hosts) as group:
-        group.run(timed_run, config, str(tmp_path / "fast"), "")
-        hosts.shape(MBIT)
-        summed = group.run(timed_run, config, str(tmp_path / "slow"), "")[0]
-    # A ring of ranks sends 2 (ranks - 1) / ranks of the gradients over each of its links; 1,448 bytes are 1,514 on
-    # the wire. While the wire is busy, everything else that a transfer costs goes on behind it.
-    expected = 1e3 * summed * 2 * (ranks - 1) / ranks * 1514 / 1448 * 8 / (MBIT * 1e6)
-    assert expected > 15.0
-    more = grown(tmp_path / "slow", than=tmp_path / "fast")
-    more["dense gradients"] = causes_of(tmp_path / "slow", odd=True)["dense gradients"]
-    assert missed(more, {"dense gradients": [expected] * ranks}) == []
+
+    def measure(attempt: int) -> list[str]:
+        fast, slow = tmp_path / f"fast{attempt}", tmp_path / f"slow{attempt}"
+        with lab(2) as hosts, started(ranks, hosts) as group:
+            group.run(timed_run, config, str(fast), "")
+            hosts.shape(MBIT)
+            summed = group.run(timed_run, config, str(slow), "")[0]
+        # A ring of ranks sends 2 (ranks - 1) / ranks of the gradients over each of its links; 1,448 bytes are 1,514 on
+        # the wire. While the wire is busy, everything else that a transfer costs goes on behind it.
+        expected = 1e3 * summed * 2 * (ranks - 1) / ranks * 1514 / 1448 * 8 / (MBIT * 1e6)
+        assert expected > 15.0
+        more = grown(slow, than=fast)
+        more["dense gradients"] = causes_of(slow, odd=True)["dense gradients"]
+        return missed(more, {"dense gradients": [expected] * ranks})
+
+    assert missed_every_time(measure) == []
