@@ -1,5 +1,6 @@
 """Promise: what is deferred arrives as it was sent, in pieces, and none begins while something urgent is under way."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -74,3 +75,25 @@ def test_nothing_deferred_moves_while_something_urgent_is_under_way() -> None:
     results = started.run(paused)
     started.close()
     assert all(not busy and ended - began >= 0.3 for busy, ended in results)
+
+
+def passed(world: World) -> tuple[float, float]:
+    """As above, once the wire has shown how quick it is. One rank is late for what is urgent, not for the other."""
+    urgent, deferred = lanes(world)
+    transport = Pieces(deferred, urgent=urgent)
+    large, halves = torch.ones(1 << 19), [1 << 18, 1 << 18]
+    transport.all_to_all(large, halves, halves, name="deferred")
+    late = threading.Timer(0.5, lambda: None)
+    late.start()
+    handle = urgent.all_reduce(torch.ones(1), name="urgent") if world.rank == 0 else None
+    transport.all_to_all(large, halves, halves, name="deferred")
+    busy = late.is_alive()
+    late.join()
+    (handle or urgent.all_reduce(torch.ones(1), name="urgent")).wait()
+    return float(busy), time.monotonic()
+
+
+def test_a_rank_that_waits_for_a_late_one_does_not_hold_back_what_is_deferred() -> None:
+    started = Ranks(2)
+    assert [busy for busy, _ in started.run(passed)] == [1.0, 1.0]
+    started.close()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.bubbles import records
-from freescale.bubbles.clock import Alignment, clock_of
+from freescale.bubbles.clock import Alignment, clock_of, device_name
 from freescale.bubbles.events import RankStep
 from freescale.bubbles.gather import Arrivals, Sums
 from freescale.bubbles.ledger import account, computed
@@ -62,6 +62,8 @@ class Bubbles:
         self._samples_here = group.rank() % -(-group.size() // records.SAMPLED_RANKS) == 0
         self._arrivals, self._sums, self._alignment = Arrivals(group), Sums(group), Alignment(group)
         self._writer = records.Writer(folder)
+        if self._leads:
+            self._writer.machine(records.Machine(device_name(device), group.size()))
         self._unread: Marks | None = None
         self._read: list[RankStep] = []
         self._samples: list[records.Sample] = []

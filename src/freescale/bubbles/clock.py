@@ -73,10 +73,20 @@ class DeviceClock:
 
 def clock_of(device: torch.device | None) -> Clock:
     """The clock that shows what a device is doing: the one given, else the accelerator, else the CPU."""
-    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = _meant(device)
     if device.type == "cpu":
         return HostClock()
     return DeviceClock(lambda: torch.Event(device, enable_timing=True))
+
+
+def device_name(device: torch.device | None) -> str:
+    """What its maker calls it; cpu, if it is one."""
+    device = _meant(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _meant(device: torch.device | None) -> torch.device:
+    return device or torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def watched(hook: Callable[[Any, dist.GradBucket], Any], recorder: Recorder) -> 
     waiting: list[Flight] = []
 
     def watching(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flight = recorder.arrive(f"bucket {bucket.index()}", "dense gradients")
+        flight = recorder.arrive(f"bucket {bucket.index()}", "dense gradients", size=bucket.buffer().nbytes)
         waiting.append(flight)
 
         def landed(done: torch.futures.Future[Tensor]) -> Tensor:

@@ -34,6 +34,8 @@ class Transfer(NamedTuple):
     """When this rank could do nothing but wait for it."""
     alone: bool = False
     """Whether no other rank's arrival matters: something is fetched, or it goes on behind the step."""
+    size: int = 0
+    """Bytes that this rank gave to it, if that is known."""
 
 
 class RankStep(NamedTuple):

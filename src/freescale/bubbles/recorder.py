@@ -24,6 +24,7 @@ class Flight:
     name: str
     arrived: Any
     alone: bool
+    size: int
     waited: Any = None
     """Since when the rank can do nothing but wait for it, if it does."""
     done: Any = None
@@ -103,17 +104,21 @@ class Recorder:
                 return
             yield found[0]
 
-    def arrive(self, name: str, kind: str | None = None, *, alone: bool = False) -> Flight:
+    def begins(self, name: str, size: int) -> Flight:
+        """What a transport tells of a transfer: it is of the cause that goes on."""
+        return self.arrive(name, size=size)
+
+    def arrive(self, name: str, kind: str | None = None, *, alone: bool = False, size: int = 0) -> Flight:
         """This rank has come to a collective. All ranks come to the same ones in the same order, in the same step.
 
-        `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last.
+        `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last. `size`: bytes.
         """
         clock = _HOST if alone else self._clock
         name = f"{name} behind the step" if alone else name  # or it would count among those that all ranks come to
         with self._lock:
             self._names[name] += 1
             unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
-            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone)
+            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone, size)
             self._flights.append(flight)
         return flight
 
@@ -137,7 +142,8 @@ class Recorder:
             read = flight.clock.read
             done = end if flight.done is None else read(flight.done) + ahead
             waits = () if flight.waited is None else ((read(flight.waited) + ahead, done),)
-            return Transfer(flight.kind, flight.name, read(flight.arrived) + ahead, done, waits, flight.alone)
+            arrived = read(flight.arrived) + ahead
+            return Transfer(flight.kind, flight.name, arrived, done, waits, flight.alone, flight.size)
 
         spans = tuple([Span(kind, read(low) + ahead, read(high) + ahead) for kind, low, high in marks.spans])
         flights = tuple([transfer(flight) for flight in marks.flights])

@@ -2,6 +2,7 @@
 
 RUN/bubbles/intervals.jsonl     a line per interval: milliseconds per step of every cause, by group of ranks
 RUN/bubbles/rank-00000.jsonl    a line per sampled step of a sampled rank: every interval of it
+RUN/bubbles/machine.json        what it ran on
 """
 
 import json
@@ -88,6 +89,10 @@ class Writer:
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
 
+    def machine(self, machine: "Machine") -> None:
+        """Keep what the run runs on."""
+        (self._folder / "machine.json").write_text(json.dumps(machine._asdict()))
+
     def forget_after(self, step: int) -> None:
         """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
         for path in self._folder.glob("*.jsonl"):
@@ -107,6 +112,14 @@ class Writer:
     def _add(self, name: str, lines: list[dict[str, Any]]) -> None:
         with (self._folder / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(facts, separators=(",", ":")) + "\n" for facts in lines)
+
+
+class Machine(NamedTuple):
+    """What a run ran on."""
+
+    device: str
+    """As its maker calls it, or cpu."""
+    ranks: int
 
 
 class Recorded(NamedTuple):
@@ -146,6 +159,16 @@ def read_intervals(run: Path) -> list[Interval]:
     return [Interval(**facts) for facts in tables if facts["ranks"] == lines[-1]["ranks"]]
 
 
+def read_machine(run: Path) -> Machine:
+    """What a run ran on."""
+    path = run / FOLDER / "machine.json"
+    if not path.exists():
+        raise DataError(
+            "nobody wrote down what this run ran on", where=str(path), remedy="name the folder of a training"
+        )
+    return Machine(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def read_samples(run: Path) -> dict[int, list[Sample]]:
     """Sampled steps with the ranks that wrote them, both in order."""
     found: dict[int, dict[int, Sample]] = {}
@@ -160,8 +183,8 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
 def _rank_step(facts: dict[str, Any]) -> RankStep:
     spans = tuple(Span(*span) for span in facts["spans"])
     transfers = tuple(
-        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), alone)
-        for kind, name, arrived, done, waits, alone in facts["transfers"]
+        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), alone, size)
+        for kind, name, arrived, done, waits, alone, size in facts["transfers"]
     )
     return RankStep(**facts | {"spans": spans, "transfers": transfers})
 

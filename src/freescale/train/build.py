@@ -91,8 +91,8 @@ def build(
         device=world.device,
         deadline=config.train.deadline,
     )
-    world.transport.watch(bubbles.recorder.arrive)
-    ways.urgent.watch(bubbles.recorder.arrive)
+    world.transport.watch(bubbles.recorder.begins)
+    ways.urgent.watch(bubbles.recorder.begins)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = _optimizer(config, assembly.network.parameters())
     step = Step(
@@ -165,7 +165,7 @@ def _balanced(
         notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
     transport, hosts = for_samples(way, deadline=config.train.deadline)
     planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
-    transport.watch(lambda name: recorder.arrive(name, "samples", alone=True))
+    transport.watch(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 

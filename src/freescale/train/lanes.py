@@ -97,12 +97,12 @@ def streams_of(device: torch.device) -> Streams:
     return NoStreams() if device.type == "cpu" else SideStream(device)
 
 
-def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str], Transfer]:
+def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str, int], Transfer]:
     """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
 
-    def arrive(name: str) -> Transfer:
+    def begins(name: str, size: int) -> Transfer:
         if not lanes.executor.overlaps:
-            return recorder.arrive(name)
-        return recorder.arrive(name, lanes.deferred_cause, alone=True)
+            return recorder.begins(name, size)
+        return recorder.arrive(name, lanes.deferred_cause, alone=True, size=size)
 
-    return arrive
+    return begins

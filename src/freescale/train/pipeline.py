@@ -92,7 +92,7 @@ class Pipeline(Generic[B]):
         _require_even(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
-            ways.urgent.watch(bubbles.recorder.arrive)
+            ways.urgent.watch(bubbles.recorder.begins)
         self._lanes: Lanes[Flight[B]] = Lanes(
             _schedule(overlaps=overlaps),
             self,

@@ -12,6 +12,16 @@ from torch import Tensor
 
 from freescale.transport.handle import LOOK_SECONDS, Handle, Peers, Watcher
 
+_SLACK, _SLACK_SECONDS = 1.5, 5e-3
+"""What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
+
+
+class _Begun(NamedTuple):
+    """A transfer under way: since when, and the bytes that a link carries for it."""
+
+    at: float
+    size: int
+
 
 class C10d:
     """Collectives of one process group. Operations are named, because errors name them."""
@@ -21,7 +31,7 @@ class C10d:
         self.deadline, self.group = deadline, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self._watcher: Watcher | None = None
-        self._under_way: set[dist.Work] = set()
+        self._under_way: dict[dist.Work, _Begun] = {}
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every transfer that begins."""
@@ -38,7 +48,7 @@ class C10d:
             return dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group, async_op=True)
 
         # The rows must outlive the transfer, so the handle holds them.
-        return self._start(begin, name, lambda _kept=rows: out)
+        return self._start(begin, name, rows.nbytes, lambda _kept=rows: out)
 
     def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
@@ -47,6 +57,7 @@ class C10d:
         return self._start(
             lambda: dist.all_gather(parts, values, group=self.group, async_op=True),
             name,
+            values.nbytes,
             lambda _kept=values: torch.stack(parts),
         )
 
@@ -54,7 +65,9 @@ class C10d:
         self, values: Tensor, *, name: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Handle[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-        return self._start(lambda: dist.all_reduce(values, how, group=self.group, async_op=True), name, lambda: values)
+        return self._start(
+            lambda: dist.all_reduce(values, how, group=self.group, async_op=True), name, values.nbytes, lambda: values
+        )
 
     def total(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
@@ -68,17 +81,21 @@ class C10d:
     def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        self._under_way.add(work)
+        self._under_way[work] = _Begun(time.monotonic(), 2 * bucket.buffer().nbytes)
 
         def landed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            self._under_way.discard(work)
+            self._under_way.pop(work, None)
             return done.value()[0]
 
         return work.get_future().then(landed)
 
-    def busy(self) -> bool:
-        """Whether any transfer has begun here that has not ended."""
-        return any(not work.is_completed() for work in list(self._under_way))
+    def busy(self, rate: float = 0.0) -> bool:
+        """Whether a transfer that began here may be moving: see `pieces.Busy`."""
+        now = time.monotonic()
+        return any(
+            not work.is_completed() and (not rate or now - begun.at < _SLACK_SECONDS + _SLACK * begun.size / rate)
+            for work, begun in list(self._under_way.items())
+        )
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -90,16 +107,18 @@ class C10d:
                 raise self.peers.failure(name, error) from error
             raise
 
-    def _start(self, begin: Callable[[], dist.Work | None], name: str, finish: Callable[[], Tensor]) -> Handle[Tensor]:
-        flight = self._watcher(name) if self._watcher is not None else None
+    def _start(
+        self, begin: Callable[[], dist.Work | None], name: str, size: int, finish: Callable[[], Tensor]
+    ) -> Handle[Tensor]:
+        flight = self._watcher(name, size) if self._watcher is not None else None
         with self.peers.during(name):
             work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
-        self._under_way.add(work)
+        self._under_way[work] = _Begun(time.monotonic(), size)
 
         def landed() -> Tensor:
-            self._under_way.discard(work)
+            self._under_way.pop(work, None)
             return finish()
 
         return Handle(

@@ -83,8 +83,8 @@ class Flight(Protocol):
         ...
 
 
-Watcher = Callable[[str], Flight]
-"""Is told the name of every transfer that begins."""
+Watcher = Callable[[str, int], Flight]
+"""Is told of every transfer that begins: its name, and the bytes that this rank gives to it."""
 
 
 class Arriving(Protocol[Out]):
@@ -125,8 +125,8 @@ class Transport(Protocol):
         """Add up values over all ranks, in place."""
         ...
 
-    def busy(self) -> bool:
-        """Whether any transfer has begun here that has not ended."""
+    def busy(self, rate: float = 0.0) -> bool:
+        """Whether a transfer that began here may be moving: see `pieces.Busy`."""
         ...
 
 

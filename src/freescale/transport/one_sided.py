@@ -49,7 +49,7 @@ class OneSided:
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
-        flight = self._watcher(name) if self._watcher is not None else None
+        flight = self._watcher(name, rows.nbytes) if self._watcher is not None else None
         rows = rows.contiguous()
         with self.peers.during(name):
             out = self._memory.room(rows, sum(receive))
@@ -77,9 +77,9 @@ class OneSided:
         """Add up values over all ranks, in place."""
         return self._beyond.all_reduce(values, name=name)
 
-    def busy(self) -> bool:
+    def busy(self, rate: float = 0.0) -> bool:
         """Whether anything goes beyond; what is near is written by whoever begins a transfer or waits for it."""
-        return self._beyond.busy()
+        return self._beyond.busy(rate)
 
     def finish(self, begun: Counter[int], awaited: Counter[int], until: float) -> None:
         """Write so many parts to each peer, and wait for so many of each."""

@@ -3,8 +3,10 @@
 Pieces serve two ends. Bytes of a GPU can take the way of the paper: by copy engine into pinned memory of the host, by
 the network of the CPUs, and back, which costs the GPU's cores nothing. And what is deferred can give way: a group of
 its own keeps it from standing in front of what is urgent, but both share the wire, so no piece begins on a rank while
-something urgent is under way there. Ranks that run the same schedule cannot block each other by this: whoever still
-needs a deferred transfer has begun every urgent one that came before it, and so has everybody else who needs it.
+something urgent is moving there. Ranks that run the same schedule cannot block each other by this: whoever still
+needs a deferred transfer has begun every urgent one that came before it, and so has everybody else who needs it. A rank
+that has waited for a late one for longer than its bytes take holds nothing back any more; but that late one does, once
+it has come, so what is urgent has the wire when it can move.
 """
 
 import time
@@ -25,6 +27,8 @@ LARGE_PIECE_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 """Of what does not have to."""
 _LOOK_AGAIN_SECONDS = 2e-4
 _IN_FLIGHT = 2
+_REMEMBERED, _TELLING_BYTES = 32, 1 << 16
+"""Pieces whose rates are known; smaller ones tell nothing about the wire."""
 _MOST = 128
 """Pieces of what one rank has for another: very uneven transfers have larger ones."""
 
@@ -32,8 +36,12 @@ _MOST = 128
 class Busy(Protocol):
     """Something that transfers."""
 
-    def busy(self) -> bool:
-        """Whether any transfer has begun here that has not ended."""
+    def busy(self, rate: float = 0.0) -> bool:
+        """Whether a transfer that began here may be moving.
+
+        `rate`: bytes per second that the wire has shown, if it has. What has not ended in the time that its bytes need
+        waits for a rank that is late; until that comes, nothing is gained by holding others back.
+        """
         ...
 
 
@@ -44,6 +52,7 @@ class Pieces:
         self.peers, self.deadline = transport.peers, transport.deadline
         self._transport, self._urgent = transport, urgent
         self._staging = Staging(copies or Inline())
+        self._rates: deque[float] = deque(maxlen=_REMEMBERED)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every piece."""
@@ -75,9 +84,9 @@ class Pieces:
         self._give_way()
         return Landed(self._transport.all_reduce(values, name=name).wait())
 
-    def busy(self) -> bool:
-        """Whether any piece is under way."""
-        return self._transport.busy()
+    def busy(self, rate: float = 0.0) -> bool:
+        """Whether any piece may be moving."""
+        return self._transport.busy(rate)
 
     def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_Piece"]:
         """What goes to each rank, or comes from it, in pieces of which each holds some of every rank's."""
@@ -90,14 +99,16 @@ class Pieces:
 
     def _exchange(self, going: Sequence["_Piece"], coming: Sequence["_Piece"], name: str) -> None:
         """While a piece travels the next one is copied out, and the one before it copied in."""
-        travelling: deque[tuple[Arriving[Tensor], _Piece]] = deque()
+        travelling: deque[tuple[Arriving[Tensor], _Piece, _Piece, float]] = deque()
         staged = deque(self._staging.out(piece.flat) for piece in going[:1])
         for number, (mine, theirs) in enumerate(zip(going, coming, strict=True), start=1):
-            travelling.append((self._begin(staged.popleft(), mine, theirs, name), theirs))
+            arriving = self._begin(staged.popleft(), mine, theirs, name)
+            travelling.append((arriving, mine, theirs, time.monotonic()))
             staged += [self._staging.out(piece.flat) for piece in going[number : number + 1]]
             while len(travelling) >= (_IN_FLIGHT if staged else 1):
-                arriving, piece = travelling.popleft()
+                arriving, sent, piece, began = travelling.popleft()
                 self._staging.back(arriving.wait(), piece.flat)
+                self._learn(sum(sent.sizes) - sent.sizes[self.peers.rank], time.monotonic() - began)
 
     def _begin(self, staged: tuple[Tensor, Copied], mine: "_Piece", theirs: "_Piece", name: str) -> Arriving[Tensor]:
         """Send a piece, once it is copied out and nothing urgent is under way."""
@@ -107,10 +118,15 @@ class Pieces:
         room = self._staging.room(theirs.flat)
         return self._transport.all_to_all(sent, mine.sizes, theirs.sizes, name=name, out=room)
 
+    def _learn(self, sent: int, seconds: float) -> None:
+        """How quick the wire is, where a wait of the host tells it: two pieces share it."""
+        if self._transport.device.type == "cpu" and sent >= _TELLING_BYTES:
+            self._rates.append(_IN_FLIGHT * sent / seconds)
+
     def _give_way(self) -> None:
-        """Wait until nothing urgent is under way. What never ends is for those to report who wait for it."""
-        until = time.monotonic() + self.deadline
-        while self._urgent is not None and self._urgent.busy() and time.monotonic() < until:
+        """Wait until nothing urgent is moving. What never ends is for those to report who wait for it."""
+        until, rate = time.monotonic() + self.deadline, max(self._rates, default=0.0)
+        while self._urgent is not None and self._urgent.busy(rate) and time.monotonic() < until:
             time.sleep(_LOOK_AGAIN_SECONDS)
 
 
