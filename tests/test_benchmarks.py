@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def test_streaming_holds_bounded_memory(tmp_path: Path) -> None:
     out = tmp_path / "streaming.json"
-    command = [sys.executable, BENCHMARKS / "streaming.py", "--events", "800000", "--repeats", "1", "--out", out]
+    command = [sys.executable, BENCHMARKS / "streaming.py", "--events", "200000", "--repeats", "1", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     for result in json.loads(out.read_text())["results"]:
         assert result["memory_grown_mb"] < 400
@@ -76,7 +76,7 @@ def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
 
 def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
     out = tmp_path / "recorder.json"
-    command = [sys.executable, BENCHMARKS / "recorder.py", "--steps", "60", "--out", out]
+    command = [sys.executable, BENCHMARKS / "recorder.py", "--steps", "24", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["transfers_per_step"] >= 6
@@ -95,7 +95,7 @@ def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
 
 def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
     out = tmp_path / "straggler.json"
-    options = ["--dim", "32", "--turns", "1", "--steps", "10", "--adapt-steps", "52", "--calibration-steps", "16"]
+    options = ["--dim", "32", "--turns", "1", "--steps", "8", "--adapt-steps", "48", "--calibration-steps", "10"]
     command = [sys.executable, BENCHMARKS / "straggler.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     _, timed, _, slow = json.loads(out.read_text())["results"]
@@ -107,7 +107,7 @@ def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path
 def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -> None:
     out, picture = tmp_path / "embedding.json", tmp_path / "embedding.png"
     options = ["--steps", "3", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "1"]
-    options += ["--ids", "4096", "--seconds", "0.1", "--rounds", "1"]
+    options += ["--ids", "4096", "--seconds", "0.06", "--rounds", "1"]
     command = [sys.executable, BENCHMARKS / "embedding.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     overtakes, few, popular, *_ = json.loads(out.read_text())["results"]
@@ -140,10 +140,10 @@ def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> No
 
 def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "kills.json"
-    command = [sys.executable, BENCHMARKS / "kills.py", "--kills", "10", "--out", out]
+    command = [sys.executable, BENCHMARKS / "kills.py", "--kills", "5", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     summary, *kills = json.loads(out.read_text())["results"]
-    assert summary["named_in_time"] == summary["kills"] == 10, [kill for kill in kills if not kill["ok"]]
+    assert summary["named_in_time"] == summary["kills"] == 5, [kill for kill in kills if not kill["ok"]]
     assert set(summary["left_behind"].values()) == {0}
     assert summary["next_run_ends"]
 

@@ -74,13 +74,21 @@ def test_torchrun_and_slurm_start_the_same_run(demo: Path, trained: Path, tmp_pa
     assert losses(out) == pytest.approx(losses(trained), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
-    demo: Path, tmp_path: Path, kind: signal.Signals
-) -> None:
-    out, whole = tmp_path / "stopped", tmp_path / "whole"
+@pytest.fixture(scope="module")
+def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Options of a run, and where it went to its end."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "30", "--train.log-every", "1"]
     options += ["--train.max-steps", "60"]
+    assert freescale(*options, "--out", out).returncode == 0
+    return options, out
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
+    uninterrupted: tuple[list[str], Path], tmp_path: Path, kind: signal.Signals
+) -> None:
+    (options, whole), out = uninterrupted, tmp_path / "stopped"
     running = subprocess.Popen(
         [*FREESCALE, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -97,7 +105,6 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     assert 5 <= int(saved.name.split("-")[1]) < 60
     ended = freescale(*options, "--out", out, "--resume")
     assert ended.returncode == 0, ended.stderr
-    assert freescale(*options, "--out", whole).returncode == 0
     assert losses(out) == losses(whole)
 
 

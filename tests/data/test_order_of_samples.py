@@ -133,7 +133,7 @@ def test_a_small_log_on_many_ranks_leaves_some_empty_and_all_in_step(tmp_path: P
     assert empty.history.offsets.tolist() == [0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     kind=KINDS,
     stops=st.lists(st.integers(1, 80), min_size=1, max_size=3),
