@@ -148,6 +148,39 @@ def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path)
     assert summary["next_run_ends"]
 
 
+def test_the_simulator_is_held_against_real_runs(tmp_path: Path) -> None:
+    out = tmp_path / "simulator.json"
+    options = ["--ranks", "2", "--mbit", "500", "--steps", "10", "--users", "1500", "--no-real", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "simulator.py", *options], check=True, capture_output=True)
+    results = json.loads(out.read_text())["results"]
+    assert [result["with"] for result in results] == ["nothing", "balance", "priority", "both", "nothing again"]
+    for result in results:
+        measured, predicted, _ = result["step"]
+        assert 0.5 < predicted / measured < 2
+
+
+def test_published_runs_are_simulated(tmp_path: Path) -> None:
+    out = tmp_path / "published.json"
+    options = ["--draws", "2", "--ranks", "16", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "published.py", *options], check=True, capture_output=True)
+    *others, everything = json.loads(out.read_text())["results"]
+    gain = next(result for result in others if result["what"] == "throughput by balancing")
+    assert gain["predicted"][0] > 1.1
+    assert everything["percent_fewer_than_nothing"][1] > 50
+
+
+def test_every_term_that_grows_with_the_ranks_is_found(tmp_path: Path) -> None:
+    out, picture = tmp_path / "scale.json", tmp_path / "scale.svg"
+    options = ["--ranks", "8", "512", "--steps", "6", "--out", out, "--picture", picture]
+    subprocess.run([sys.executable, BENCHMARKS / "scale.py", *options], check=True, capture_output=True)
+    few, many = json.loads(out.read_text())["results"]
+    for term in ("planning_ms", "telling_lengths_ms", "messages_ms", "collisions"):
+        assert many[term] > few[term]
+    assert many["everything"]["bubble_percent"] < many["nothing"]["bubble_percent"]
+    assert many["slowest_over_mean_in_groups"] < 1.05
+    assert picture.read_text().startswith("<svg")
+
+
 def test_memory_of_attention_follows_tokens_and_not_pairs(tmp_path: Path) -> None:
     out = tmp_path / "attention.json"
     options = ["--batch", "8", "--longest", "256", "--widths", "32", "--rounds", "1", "--memory", "2048", "8192"]

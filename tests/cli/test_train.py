@@ -146,6 +146,15 @@ def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: P
     assert entries[-1]["hr@10"] == pytest.approx(found[0]["hr@10"])
 
 
+def test_a_run_is_simulated_with_the_compute_that_it_measured(trained: Path, tmp_path: Path) -> None:
+    words = ["--cluster", "cpu", "--gpus", 2, "--steps", 6, "--out", tmp_path / "page.html", "--json"]
+    found = json.loads(freescale("simulate", trained, *words).stdout)
+    assert "Compute as measured on cpu" in found["said"][0]
+    assert found["said"][1].startswith("32 samples per rank")
+    other = json.loads(freescale("simulate", trained, *words, "--cluster", "a100").stdout)
+    assert other["said"][0] == "Compute by the figures of A100, since the run was on cpu."
+
+
 def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trained: Path, tmp_path: Path) -> None:
     assert freescale("predict", trained, tmp_path / "top", "--k", 5, "--nproc", 2).returncode == 0
     top = pq.read_table(tmp_path / "top").to_pylist()

@@ -27,6 +27,7 @@ COMMANDS = {
     "data stats": Command("freescale.cli.data_stats", "lengths, popularity, and the bubble of random batches"),
     "train": Command("freescale.cli.train", "train a recipe or a config, on one rank or many"),
     "report": Command("freescale.cli.report", "where the time of a training went: table, page, trace"),
+    "simulate": Command("freescale.cli.simulate", "what other clusters and sizes would do with a run"),
     "bench transport": Command("freescale.cli.bench_transport", "how quick each way between ranks is here"),
     "bench attention": Command("freescale.cli.bench_attention", "is attention right on this device, and how quick"),
     "selftest": Command("freescale.cli.selftest", "correctness of every way and technique on your machines"),

@@ -27,6 +27,11 @@ RECIPES: dict[str, RunConfig] = {
         data=DataConfig(global_batch=8192, max_history=21_000, shards=256),
         model=ModelConfig(kind="hstu", dim=256, layers=8, heads=4),
     ),
+    "hstu-large": RunConfig(
+        data=DataConfig(global_batch=8192, max_history=8192, shards=256),
+        model=ModelConfig(kind="hstu", dim=512, layers=8, heads=8),
+        task=TaskConfig(negatives=4),
+    ),
     "hstu-ranking-synth": RunConfig(
         data=DataConfig(global_batch=128, max_history=24, split="none"),
         model=ModelConfig(kind="hstu", dim=32, layers=2, heads=1, dropout=0.0),

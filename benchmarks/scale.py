@@ -1,0 +1,133 @@
+"""From 8 to 16,384 GPUs: which term breaks first.
+
+    python benchmarks/scale.py --out benchmarks/results/scale.json --picture docs/design/scale.svg
+
+Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity. At
+every size: a step with nothing and with everything, what planning takes here, what telling all ranks all lengths takes,
+what a transfer between all ranks takes beside its bytes, which share of the rows collides, and how even the ranks are
+if samples are dealt only inside groups of 256.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from freescale import page
+from freescale.balance.cost import Cost
+from freescale.balance.place.assign import assign
+from freescale.config import RECIPES
+from freescale.data.sources import synthetic
+from freescale.simulate import cluster
+from freescale.simulate.network import Topology
+from freescale.simulate.operations import Machine
+from freescale.simulate.popularity import Popularity
+from freescale.simulate.whatif import ABLATION, Outcome, Question, answer
+from freescale.simulate.workload import Drawn, Model
+from record import save
+
+GROUP = 256
+
+
+def zipf(items: int, exponent: float = 1.05) -> Popularity:
+    """Production popularity of a catalogue of any size: items of nearly the same rank are one group."""
+    edges = np.unique(np.geomspace(1, items + 1, 400).astype(np.int64))
+    many = np.diff(edges).astype(np.float64)
+    share = ((edges[:-1] + edges[1:] - 1) / 2.0) ** -exponent
+    return Popularity(many, share / (many @ share))
+
+
+def question(options: argparse.Namespace) -> Question:
+    config = RECIPES["hstu-large"]
+    cost = Cost.of_model(config.model)
+    dense = 4 * cost.token
+    model = Model(
+        cost=cost,
+        products=1.0,
+        dim=config.model.dim,
+        dense_bytes=dense,
+        last_bytes=min(dense, 25 << 20),
+        popularity=zipf(options.items),
+        looked_up=1,
+    )
+    lengths = synthetic.lengths("kuairand", 50_000, np.random.default_rng(0))
+    values, counts = np.unique(lengths, return_counts=True)
+    where = cluster.load("h100")
+    return Question(model, values, counts, 128, where, lambda c: Machine.of(c, model), steps=options.steps)
+
+
+def in_groups(drawn: Drawn, cost: Cost, ranks: int) -> float:
+    """The slowest rank over the mean, if samples are dealt only inside groups of ranks."""
+    costs, load = cost.of(drawn.lengths), np.zeros(ranks)
+    for first in range(0, ranks, GROUP):
+        mine = (drawn.homes >= first) & (drawn.homes < first + GROUP)
+        size = min(GROUP, ranks - first)
+        placed = assign(costs[mine], drawn.homes[mine] - first, ranks=size).rank
+        load[first : first + size] = np.bincount(placed, weights=costs[mine], minlength=size)
+    return float(load.max() / load.mean())
+
+
+def terms(asked: Question, ranks: int, everything: Outcome) -> dict[str, Any]:
+    """What grows with the number of ranks."""
+    drawn = asked.drawn(ranks)[:2]
+    loads = asked.loads(drawn, ranks, balanced=True)
+    topology = Topology(asked.cluster, ranks, np.random.default_rng(0))
+    telling = topology.all_gather(8.0 * asked.batch)
+    return {
+        "planning_ms": round(1e3 * min(load.planning for load in loads), 1),
+        "telling_lengths_ms": round(1e3 * (telling.latency + max(telling.levels)), 2),
+        "messages_ms": round(1e3 * topology.all_to_all(np.zeros(ranks)).latency, 2),
+        "collisions": round(everything.collisions, 3),
+        "slowest_over_mean_in_groups": round(in_groups(drawn[0], asked.model.cost, ranks), 4),
+    }
+
+
+def at(asked: Question, ranks: int) -> dict[str, Any]:
+    nothing, everything = answer(asked, ranks, (ABLATION[0], ABLATION[-1]))
+    found: dict[str, Any] = {"ranks": ranks}
+    for name, one in (("nothing", nothing), ("everything", everything)):
+        causes = {line.cause: round(line.ms, 1) for line in one.summary.lines if line.share > 0.01}
+        found[name] = {
+            "step_ms": round(one.summary.step_ms, 1),
+            "step_ms_likely": [round(value) for value in one.step_ms],
+            "bubble_percent": round(one.summary.bubble_percent, 1),
+            "bubble_percent_likely": [round(value, 1) for value in one.bubble_percent],
+            "samples_per_second": round(one.samples_per_second),
+            "causes_ms": causes,
+        }
+    return found | terms(asked, ranks, everything)
+
+
+def drawn_picture(results: list[dict[str, Any]]) -> str:
+    ranks = [result["ranks"] for result in results]
+    lines = [
+        page.Series(f"bubbles with {name}", ranks, [result[name]["bubble_percent"] / 100 for result in results])
+        for name in ("nothing", "everything")
+    ]
+    lines.append(page.Series("rows that collide", ranks, [result["collisions"] for result in results]))
+    planning = [min(1.0, result["planning_ms"] / result["everything"]["step_ms"]) for result in results]
+    lines.append(page.Series("planning, of a step", ranks, planning))
+    return page.line_chart(lines, page.Axis("GPUs", log=True), page.Axis("share", percent=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024, 4096, 16_384])
+    parser.add_argument("--items", type=int, default=10**9)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    asked, results = question(options), []
+    for ranks in options.ranks:
+        results.append(at(asked, ranks))
+        print(json.dumps(results[-1]), flush=True)
+    if options.picture is not None:
+        options.picture.write_text(drawn_picture(results), encoding="utf-8")
+    save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

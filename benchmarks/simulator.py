@@ -1,0 +1,193 @@
+"""Is the simulator right? Real runs of 2 and 4 ranks over shaped links, against what it predicts of them.
+
+    python benchmarks/simulator.py --out benchmarks/results/simulator.json
+
+Every rank has a host of its own (a network namespace). On the timed compute lane, runs with nothing, balance, priority,
+both, and nothing again take turns over the same samples, at two rates of the links. The simulator learns how quick a
+rank and its links are from the run with nothing, and predicts the others: the step, and every cause above 5% of it.
+The same with real compute on two ranks stands beside it.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from freescale.balance.cost import Cost
+from freescale.bubbles.records import read_intervals, read_samples
+from freescale.bubbles.summary import Summary, summarize
+from freescale.config import RunConfig, resolve
+from freescale.data.loader import Loader
+from freescale.data.sources import synthetic
+from freescale.data.stats import Profile, profile
+from freescale.data.store.dataset import Dataset
+from freescale.models.protocol import Inputs
+from freescale.models.timed import Timed
+from freescale.simulate import calibrate, cluster
+from freescale.simulate.cluster import Cluster, Figure
+from freescale.simulate.whatif import Question, Techniques, run
+from freescale.simulate.workload import Drawn, Model, plan
+from freescale.train.build import build, model_of
+from freescale.transport.world import World
+from lab import Lab, lab
+from processes import on_ranks
+from record import save
+
+SAMPLES, STEP, COST = 8, 0.01, Cost(token=4e-5, pair=2e-7)
+"""Of a rank; seconds of the timed lane: of a step, and of its samples."""
+WORTH = 0.05
+"""Of a step: causes below are noise."""
+TURNS = {
+    "nothing": Techniques(False, False, False),
+    "balance": Techniques(True, False, False),
+    "priority": Techniques(False, True, False),
+    "both": Techniques(True, True, False),
+    "nothing again": Techniques(False, False, False),
+}
+
+
+def settings(options: argparse.Namespace, ranks: int, techniques: Techniques) -> RunConfig:
+    fields = {
+        "data.path": options.data,
+        "data.max-history": 1024,
+        "data.global-batch": SAMPLES * ranks,
+        "data.split": "none",
+        "model.dim": options.dim,
+        "model.layers": 1,
+        "task.negatives": 1,
+        "tables.optimizer": "sgd",
+        "tables.overlap": "on" if techniques.priority else "off",
+        "balance.mode": "on" if techniques.balance else "off",
+        "transport.urgent": "c10d",
+        "transport.deferred": "c10d",
+        "train.max-steps": options.steps,
+        "train.epochs": 100,
+        "train.save-every": 10**9,
+        "train.log-every": 10**6,
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    return resolve("tiny", [*words, "--balance.cost", *map(str, COST.constants)])
+
+
+class Recording:
+    """The timed lane, which writes down the lengths of the samples that it is given."""
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+
+    def seconds(self, inputs: Inputs) -> tuple[float, float]:
+        lengths = inputs.layout.lengths.numpy()  # type: ignore[attr-defined]
+        self.lengths.append(lengths.tolist())
+        whole = STEP + float(COST.of(lengths).sum())
+        return whole / 3, whole * 2 / 3
+
+
+def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool) -> list[list[list[int]]]:
+    """All runs; gives the lengths of every rank's samples, step by step, where nothing was moved."""
+    found: list[list[list[int]]] = []
+    for name, techniques in TURNS.items():
+        config, recording = settings(options, world.ranks, techniques), Recording()
+        items = Loader(config.data, seed=0).known.rows
+        model = Timed(model_of(config, items=items), recording.seconds) if timed else None
+        trainer = build(config, world, folder / name, model=model)
+        trainer.fit()
+        trainer.close()
+        if name == "nothing":
+            found = [[] for _ in range(world.ranks)]
+            dist.all_gather_object(found, recording.lengths)
+    return found
+
+
+def lane() -> Cluster:
+    """The hosts of the lab, before anything is measured: nothing varies, and links inside a host do not matter."""
+    known = {"ranks_per_host": 1.0, "jitter": 0.0, "contention": 0.0, "message": 0.0, "sm_free": 1.0}
+    found = cluster.load("cpu")
+    fixed = {name: Figure(value, value, value, "by design") for name, value in known.items()}
+    return replace(found, name="the lab", figures={**found.figures, **fixed})
+
+
+class Prediction(NamedTuple):
+    """A run, and what was thought of it."""
+
+    name: str
+    measured: Summary
+    predicted: Summary
+
+
+def predictions(folder: Path, config: RunConfig, data: Profile, lengths: list[list[list[int]]]) -> list[Prediction]:
+    """What the simulator, which has seen only the first run, thinks of all runs."""
+    samples, ranks = read_samples(folder / "nothing"), len(lengths)
+    model = calibrate.buckets(Model.of(config, data), samples)
+    where = calibrate.linked(lane(), samples, ranks=ranks)
+    machine = calibrate.measured(samples, model)
+    question = Question(model, np.empty(0, int), np.empty(0, int), SAMPLES, where, lambda _: machine)
+    drawn = [
+        Drawn(np.concatenate(step), np.repeat(np.arange(ranks), [len(of_rank) for of_rank in step]))
+        for step in zip(*lengths, strict=True)
+    ]
+    found = []
+    for name, techniques in TURNS.items():
+        loads = [plan(one, model, ranks=ranks, balanced=techniques.balance) for one in drawn]
+        predicted = run(question, where, ranks, techniques, loads, np.random.default_rng(0))
+        found.append(Prediction(name, summarize(read_intervals(folder / name)), predicted))
+    return found
+
+
+def judged(found: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Of every run: the step and its causes, measured and predicted, and how far off each is as a share of it."""
+    result = []
+    for name, measured, predicted in found:
+        pairs = {"step": (measured.step_ms, predicted.step_ms)} | {
+            a.cause: (a.ms, b.ms) for a, b in zip(measured.lines, predicted.lines, strict=True) if a.share >= WORTH
+        }
+        line = {cause: [round(a, 1), round(b, 1), f"{b / a - 1:+.1%}"] for cause, (a, b) in pairs.items()}
+        result.append({"with": name} | line)
+    return result
+
+
+def measured_in(
+    options: argparse.Namespace, hosts: Lab, folder: Path, ranks: int, *, timed: bool
+) -> list[dict[str, Any]]:
+    lengths = on_ranks(trained, ranks, options, folder, timed, lab=hosts)
+    if timed:  # a real model does not write them down, but it is given the same
+        options.lengths = lengths
+    config = settings(options, ranks, TURNS["nothing"])
+    return judged(predictions(folder, config, profile(Dataset(options.data)), options.lengths))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 250], help="of the links between the hosts")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
+    parser.add_argument("--users", type=int, default=6000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.lengths, results = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        options.data = f"{folder}/data"
+        synthetic.write(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
+        for ranks in options.ranks:
+            with lab(ranks) as hosts:
+                for mbit in options.mbit:
+                    hosts.shape(mbit)
+                    real = options.real and ranks == 2 and mbit == options.mbit[0]
+                    for timed in (True, False) if real else (True,):
+                        place = Path(folder) / f"{ranks}-{mbit}-{timed}"
+                        for line in measured_in(options, hosts, place, ranks, timed=timed):
+                            compute = "timed" if timed else "real"
+                            results.append({"ranks": ranks, "mbit": mbit, "compute": compute} | line)
+                            print(json.dumps(results[-1]), flush=True)
+    save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`freescale simulate`: what other clusters and other sizes would do with a run, or with a data set."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from freescale import config as configs
+from freescale.bubbles import records
+from freescale.cli.options import parse, print_json, print_table
+from freescale.config import RunConfig
+from freescale.data.stats import profile
+from freescale.data.store.dataset import Dataset
+from freescale.errors import UsageError
+from freescale.simulate import calibrate, cluster
+from freescale.simulate.operations import Machine
+from freescale.simulate.report import HEADER, report, rows, scaling
+from freescale.simulate.whatif import ABLATION, Outcome, Question, Techniques, answer
+from freescale.simulate.workload import Model
+
+_BATCH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Simulate a run, or a model on a data set, on other machines: throughput, bubbles by cause, and how sure that is.
+
+    freescale simulate runs/latest --gpus 64 256 1024 --cluster h100
+    """
+
+    run: tyro.conf.Positional[Path | None] = None
+    """Folder of a training, such as runs/latest."""
+    from_data: str | None = None
+    """Instead: a data set; no run is needed."""
+    model: str = "hstu-large"
+    """With --from-data: a recipe or a TOML file."""
+    gpus: tuple[int, ...] = (8, 64, 256)
+    """Numbers of ranks."""
+    cluster: str = "h100"
+    """One that comes with the package (a100, cpu, h100, h100-200g), or a TOML file of your own."""
+    without: tuple[Literal["balance", "priority", "sm-free"], ...] = ()
+    """Techniques to leave out; without this, nothing, each and everything are compared."""
+    max_history: int = 0
+    """Another longest history than the run's."""
+    batch: int = 0
+    """Other samples per rank and step than the run's."""
+    steps: int = 50
+    """Steps to simulate."""
+    out: Path = Path("simulate.html")
+    """The page."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print everything as JSON."""
+
+
+def run(argv: Sequence[str], prog: str) -> int:
+    """Simulate, print and draw."""
+    options = parse(Options, argv, prog)
+    if (options.run is None) == (options.from_data is None):
+        raise UsageError("name a run, or --from-data and a data set", remedy=f"see {prog} --help")
+    if min((*options.gpus, options.steps - 4)) < 1:
+        raise UsageError("--gpus must be at least 1, --steps at least 5", remedy=f"see {prog} --help")
+    question, said = _question(options)
+    techniques = ABLATION if not options.without else (_without(options.without),)
+    outcomes = [one for ranks in sorted(options.gpus) for one in answer(question, ranks, techniques)]
+    name = str(options.run or options.from_data)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(report(name, question.cluster, said, outcomes), encoding="utf-8")
+    if options.json:
+        print_json(
+            {"cluster": question.cluster.name, "said": said, "outcomes": [_figures(o, outcomes) for o in outcomes]}
+        )
+        return 0
+    print_table(f"{name} on {question.cluster.name}", HEADER, rows(outcomes), words=(1,))
+    sys.stdout.write("".join(f"{line}\n" for line in said) + f"page: {options.out}\n")
+    return 0
+
+
+def _question(options: Options) -> tuple[Question, list[str]]:
+    """What is asked, and what the answer rests on."""
+    config, batch = _config(options)
+    found = profile(Dataset(config.data.path))
+    model, where = Model.of(config, found), cluster.load(options.cluster)
+    machine, compute = _machine(options, model, where)
+    lengths = np.minimum(found.lengths.values, config.data.max_history)
+    said = [
+        compute,
+        f"{batch} samples per rank, histories up to {config.data.max_history:,}, "
+        f"{config.model.kind} with {config.model.layers} layers of {config.model.dim}.",
+        f"Figures of {where.name}: see the page for their sources; what is assumed there is a range.",
+    ]
+    return Question(model, lengths, found.lengths.counts, batch, where, machine, steps=options.steps), said
+
+
+def _config(options: Options) -> tuple[RunConfig, int]:
+    """The config that is simulated, and its samples per rank."""
+    if options.run is None:
+        config = configs.resolve(options.model)
+        config, batch = replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
+    else:
+        if not (options.run / "config.toml").exists():
+            raise UsageError(
+                "there is no run in this folder", where=str(options.run), remedy="give the --out of a training"
+            )
+        config = configs.load(options.run / "config.toml")
+        batch = max(1, config.data.global_batch // records.read_machine(options.run).ranks)
+    data = replace(config.data, max_history=options.max_history or config.data.max_history)
+    return replace(config, data=data), options.batch or batch
+
+
+def _machine(
+    options: Options, model: Model, where: cluster.Cluster
+) -> tuple[Callable[[cluster.Cluster], Machine], str]:
+    """How quick a rank is: as the run was, if it ran on such a device; else by the device's figures."""
+    device = "" if options.run is None else records.read_machine(options.run).device
+    if options.run is None or where.device.lower() not in device.lower():
+        why = f"the run was on {device}" if device else "there is no run"
+        return lambda c: Machine.of(c, model), f"Compute by the figures of {where.device}, since {why}."
+    compute = calibrate.computes(records.read_samples(options.run))
+    return lambda c: compute.applied(Machine.of(c, model)), f"Compute as measured on {device}, {compute.error:.1%} off."
+
+
+def _without(names: Sequence[str]) -> Techniques:
+    return Techniques(**{name: name.replace("_", "-") not in names for name in Techniques._fields})
+
+
+def _figures(one: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "ranks": one.ranks,
+        "with": one.techniques.name,
+        "step_ms": one.summary.step_ms,
+        "step_ms_band": one.step_ms,
+        "samples_per_second": one.samples_per_second,
+        "scaling": scaling(one, outcomes),
+        "bubble_percent": one.summary.bubble_percent,
+        "bubble_percent_band": one.bubble_percent,
+        "straggler_percent": one.summary.straggler_percent,
+        "collisions": one.collisions,
+        "moved_tokens": one.moved_tokens,
+        "causes_ms": {line.cause: line.ms for line in one.summary.lines},
+    }

@@ -1,0 +1,234 @@
+"""Runs a schedule on a clock: all ranks at once, lane by lane, transfer by transfer.
+
+It follows `overlap.executor`. A CPU does what is on its host, compute and urgent lanes in one thread; a device has
+streams, so every lane goes on by itself. A transfer begins when its last rank has come, and time goes on from the end
+of one transfer to the end of the next; whatever waits for none is done at once, for all ranks together.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.bubbles.events import TRAFFIC
+from freescale.bubbles.records import Interval
+from freescale.overlap.schedule import Operation, Schedule
+from freescale.simulate.books import Books, Sent
+from freescale.simulate.cluster import Cluster
+from freescale.simulate.network import Flow, Network
+from freescale.simulate.operations import BALANCE, READ, Operations, Task
+from freescale.simulate.workload import Load
+
+Floats = NDArray[np.float64]
+Key = tuple[str, int]
+"""An operation, and the number of its batch."""
+_AHEAD = 2
+"""Steps that are left out: the first ones have nothing behind them, and a host runs no further ahead."""
+
+
+class _Ordered(NamedTuple):
+    """An operation that was issued."""
+
+    operation: Operation
+    number: int
+    """Of its batch."""
+    step: int
+    thread: str
+    begun: bool
+    """Whether its thread goes on while it travels."""
+
+    @property
+    def key(self) -> Key:
+        return self.operation.key, self.number
+
+    @property
+    def needs(self) -> list[Key]:
+        return _needed(self.operation, self.step)
+
+
+class Engine:
+    """Some ranks of a cluster, going through steps once."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        operations: Operations,
+        cluster: Cluster,
+        loads: Sequence[Load],
+        *,
+        balanced: bool,
+        sm_free: bool,
+        rng: np.random.Generator,
+    ) -> None:
+        self._operations, self._cluster, self._loads = operations, cluster, loads
+        self._rng, self._sm_free, self._ranks = rng, sm_free, len(loads[0].work)
+        self._brings = BALANCE if balanced else (READ,)
+        """What brings a batch."""
+        self._schedule = schedule.operations
+        self._step_thread = "compute" if cluster.asynchronous else "main"
+        """The one whose time is shared out."""
+        self._network, self._books = Network(), Books(self._ranks)
+        self._lanes: dict[str, deque[_Ordered]] = {}
+        self._free: dict[str, Floats] = {}
+        """When each thread has done what it was given."""
+        self._ends: dict[Key, Floats] = {}
+        self._held_up_by: dict[Key, Key] = {}
+        """What an operation waited for last."""
+        self._travelling: dict[Flow, tuple[_Ordered, Sent] | None] = {}
+        self._sent: dict[Key, Sent] = {}
+        self._beside = 0.0
+        """Of the compute of the step before, how much had traffic beside it."""
+        self._slow = 1.0 + cluster.slow_by * (rng.random(self._ranks) < cluster.slow_share)
+
+    def run(self) -> list[Interval]:
+        """Go through all steps; gives where their time went."""
+        for step in range(-_AHEAD, len(self._loads)):
+            self._issue(step)
+            self._settle()
+            if step >= 0:
+                self._books.end(step, self._free[self._step_thread])
+                self._beside = self._books.behind_traffic(step, self._network.now)
+        while self._travelling:
+            self._land()
+        return self._books.shared_out(_AHEAD, len(self._loads) - 1)
+
+    def _issue(self, step: int) -> None:
+        """Give the operations of a step to their threads."""
+        issued = (*self._brings, *self._schedule)
+        for place, operation in enumerate(issued):
+            number, thread = step + operation.batch, self._thread(operation)
+            if 0 <= number < len(self._loads):
+                needed = any((operation.key, number) in _needed(later, step) for later in issued[place + 1 :])
+                begun = thread == "main" and operation.lane == "urgent" and not needed
+                lane = self._lanes.setdefault(thread, deque())
+                lane.append(_Ordered(operation, number, step, thread, begun))
+
+    def _settle(self) -> None:
+        """Go on until the thread of the step has done what it was given; others may still be at it."""
+        self._work()
+        while self._lanes.get(self._step_thread):
+            self._land()
+            self._work()
+
+    def _work(self) -> None:
+        """Do whatever waits for no transfer."""
+        moved = True
+        while moved:
+            moved = False
+            for lane in self._lanes.values():
+                while lane and self._can_begin(lane[0]):
+                    self._do(lane.popleft())
+                    moved = True
+
+    def _can_begin(self, ordered: _Ordered) -> bool:
+        own = (one[0] for one in self._travelling.values() if one is not None)
+        held = any(one.thread == ordered.thread and not one.begun for one in own)
+        return not held and all(key in self._ends for key in self._needs(ordered))
+
+    def _do(self, ordered: _Ordered) -> None:
+        task = self._varied(ordered.operation, self._operations.task(ordered.operation, self._loads[ordered.number]))
+        start = self._start(ordered)
+        end = start + task.seconds
+        self._note(ordered, task.cause, start, end)
+        self._free[ordered.thread] = end
+        if task.demand is None:
+            self._ends[ordered.key] = end
+        else:
+            self._send(ordered, task, start, end)
+
+    def _send(self, ordered: _Ordered, task: Task, start: Floats, end: Floats) -> None:
+        """Begin a transfer, behind what went ahead of it."""
+        operation, behind = ordered.operation, ordered.operation.lane == "deferred"
+        kind = operation.cause if operation.cause in TRAFFIC else "dense gradients"
+        sent = Sent(kind, f"{ordered.number}/{operation.key}", end, behind, not (behind and self._sm_free))
+        self._books.send(sent)
+        self._sent[ordered.key] = sent
+        assert task.demand is not None
+        yields = behind and ordered.thread != "samples"
+        flow = Flow(task.demand, sent.last, yields, not behind, grace=self._cluster.in_flight / self._cluster.far)
+        if task.early is not None:
+            ahead = float((start + task.from_share * task.seconds).max())
+            flow.behind = Flow(task.early, ahead, yields, not behind)
+            self._travelling[flow.behind] = None
+            self._network.add(flow.behind)
+        self._travelling[flow] = ordered, sent
+        self._network.add(flow)
+
+    def _land(self) -> None:
+        """Go on to the end of a transfer."""
+        flow = self._network.next_end()
+        landed = self._travelling.pop(flow)
+        if landed is None:
+            return
+        ordered, sent = landed
+        here = sent.done = flow.demand.ends(flow.begin, self._network.now, self._ranks)
+        self._ends[ordered.key] = here
+        if not ordered.begun:
+            if ordered.thread == self._step_thread:
+                sent.waits.append((self._free[ordered.thread], here))
+            self._free[ordered.thread] = here
+
+    def _start(self, ordered: _Ordered) -> Floats:
+        """When an operation can begin. What the thread of the step waits for meanwhile is written down."""
+        now = self._free.get(ordered.thread, np.zeros(self._ranks))
+        # As the executor does: first for what was begun, then for what is deferred.
+        for key in sorted(self._needs(ordered), key=lambda key: self._is_deferred(key)):
+            there = np.maximum(now, self._ends[key])
+            if (there > now).any():
+                self._held_up_by[ordered.key] = key
+                if ordered.thread == self._step_thread:
+                    self._waits(ordered, key, now, there)
+            now = there
+        return now
+
+    def _waits(self, ordered: _Ordered, key: Key, since: Floats, until: Floats) -> None:
+        """Write down what a step waits for. If that came late to its transfer, it was held up by something else."""
+        sent = self._sent.get(key)
+        if sent is None or sent.alone:
+            cause = "data" if key[0] == self._brings[-1].key else "host" if sent is None else sent.kind
+            self._note(ordered, cause, since, until)
+            return
+        came = np.clip(sent.arrived, since, until)
+        sent.waits.append((came, until))
+        if (came > since).any() and key in self._held_up_by:
+            self._waits(ordered, self._held_up_by[key], since, came)
+
+    def _note(self, ordered: _Ordered, cause: str, begin: Floats, end: Floats) -> None:
+        if ordered.thread == self._step_thread:
+            self._books.note(ordered.step, cause, begin, end)
+
+    def _needs(self, ordered: _Ordered) -> list[Key]:
+        """What must have ended: what the schedule says, and what it need not say."""
+        found = [key for key in ordered.needs if 0 <= key[1] < len(self._loads)]
+        if ordered.operation.name == "prepare":
+            found.append((self._brings[-1].key, ordered.number))
+            if ordered.number >= _AHEAD:
+                found.append((self._schedule[-1].key, ordered.number - _AHEAD))
+        if ordered.operation.lane == "urgent":  # a lane does one thing at a time
+            found += [one[0].key for one in self._travelling.values() if one is not None and one[0].begun]
+        return found
+
+    def _is_deferred(self, key: Key) -> bool:
+        return key not in self._sent or self._sent[key].alone
+
+    def _thread(self, operation: Operation) -> str:
+        if operation in self._brings:
+            return "samples"
+        return operation.lane if self._cluster.asynchronous or operation.lane == "deferred" else "main"
+
+    def _varied(self, operation: Operation, task: Task) -> Task:
+        """Compute varies and gives way to traffic; now and then data comes late."""
+        cluster, seconds = self._cluster, task.seconds
+        if operation.name in ("forward", "backward"):
+            varies = np.exp(cluster.jitter * self._rng.standard_normal(self._ranks))
+            seconds = seconds * varies * self._slow * (1.0 + cluster.contention * self._beside)
+        elif operation is READ and cluster.stall_share:
+            late = self._rng.random(self._ranks) < cluster.stall_share
+            seconds = seconds + late * self._rng.exponential(cluster.stall, self._ranks)
+        return task._replace(seconds=seconds)
+
+
+def _needed(operation: Operation, step: int) -> list[Key]:
+    return [(key, step + batch) for key, batch in operation.needs()]

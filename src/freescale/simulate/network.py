@@ -1,0 +1,176 @@
+"""How long transfers take on a cluster, alone and at once. Pure.
+
+A transfer asks something of each level of a network: links inside a host, links of a host, the spine. What it asks is
+given in seconds of the whole level. Transfers that share a level share its rate; what is deferred stops while anything
+urgent is under way.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.simulate.cluster import Cluster
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a transfer asks: seconds before anything moves, and seconds of each level."""
+
+    latency: float
+    levels: tuple[float, float, float]
+    shares: Floats | None = None
+    """Of that time, after how much each rank is done; without, all are at its end."""
+
+    def slower(self, share: float) -> "Demand":
+        """The same, by a way that reaches only a share of the rates."""
+        near, far, spine = (seconds / share for seconds in self.levels)
+        return replace(self, levels=(near, far, spine))
+
+    def ends(self, begin: float, end: float, ranks: int) -> Floats:
+        """When each rank is done, if the last one is at `end`."""
+        moves = min(end, begin + self.latency)
+        return moves + (end - moves) * (np.ones(ranks) if self.shares is None else self.shares)
+
+
+class Topology:
+    """Some ranks of a cluster, host by host."""
+
+    def __init__(self, cluster: Cluster, ranks: int, rng: np.random.Generator) -> None:
+        self._cluster, self._ranks, self._rng = cluster, ranks, rng
+        self._local = min(ranks, round(cluster.ranks_per_host))
+        self._leaf = min(ranks, round(cluster.hosts_per_leaf) * self._local)
+
+    def all_to_all(self, size: Floats, *, comes: bool = False, whole: bool = True) -> Demand:
+        """Every rank sends so many bytes, spread over all ranks alike; or gets them so, if it `comes` to them.
+
+        `whole`: not cut into pieces.
+        """
+        c, ranks, local = self._cluster, self._ranks, self._local
+        beyond = (ranks - local) / ranks
+        own, others = self._of_hosts(size) * beyond, np.full(ranks, float(size.mean()) * local * beyond)
+        if ranks == 2 * local:  # of two hosts, each gets what the other sends
+            others = own[::-1].copy()
+        got, sent = (own, others) if comes else (others, own)
+        # A rank is done when it has what comes to it, and that of whoever sends the most comes last.
+        done = np.minimum(got, local * size * beyond) if comes else np.maximum(got, _largest_other(sent, local))
+        if c.one_way and whole:
+            done = done + 2 / ranks * self._behind_others() * sent
+        levels = float(size.max()) * (local - 1) / ranks / c.near, float(done.max()) / c.far
+        spine = float(size.mean()) * local * (ranks - self._leaf) / ranks * c.oversubscription / c.far
+        shares = done / max(float(done.max()), 1e-300) if levels[1] > max(levels[0], spine) else None
+        return Demand(c.latency + c.message * (ranks - 1), (*levels, spine), shares)
+
+    def all_reduce(self, size: float) -> Demand:
+        """So many bytes are added up over all ranks; every link of a ring carries each nearly twice."""
+        c, ranks = self._cluster, self._ranks
+        twice = 2 * size * (ranks - 1) / ranks / c.ring
+        beyond = [ranks > self._local, ranks > self._leaf]
+        levels = (twice / c.near * (self._local > 1), twice / c.far * beyond[0], twice / c.far * beyond[1])
+        return Demand(c.latency * math.ceil(math.log2(max(2, ranks))), levels)
+
+    def _of_hosts(self, size: Floats) -> Floats:
+        """Of each rank: what all ranks of its host have together."""
+        first = np.arange(0, self._ranks, self._local)
+        return np.add.reduceat(size, first).repeat(self._local)[: self._ranks]
+
+    def _behind_others(self) -> Floats:
+        """Of each rank: how far what it waits for goes behind what it sends. Each pair of ranks tosses a coin.
+
+        As measured of gloo: all of it between two ranks, a sixth on average between four.
+        """
+        if self._ranks == 2:
+            first = self._rng.integers(2)
+            return np.array([first, 1 - first], dtype=np.float64)
+        return (self._rng.binomial(self._ranks - 1, 0.5, self._ranks) / (self._ranks - 1)) ** 2
+
+    def all_gather(self, size: float) -> Demand:
+        """Every rank gets so many bytes of every other."""
+        return self.all_to_all(np.full(self._ranks, size * self._ranks))
+
+
+@dataclass(eq=False)
+class Flow:
+    """A transfer under way."""
+
+    demand: Demand
+    begin: float
+    """When its last rank has come."""
+    deferred: bool
+    """Whether it stops for what is urgent."""
+    holds_up: bool = True
+    """Whether what is deferred stops for it."""
+    behind: "Flow | None" = None
+    """A transfer of the same group, which goes first."""
+    left: float = 1.0
+    """Of it, as a share."""
+    grace: float = 0.0
+    """Seconds of pieces that are already under way when something urgent begins."""
+    used: float = 0.0
+    """Of those, while that goes on."""
+
+
+def _largest_other(sent: Floats, local: int) -> Floats:
+    """Of each rank: the most that a rank of another host sends."""
+    of_host = sent[::local]
+    first = int(of_host.argmax())
+    second = float(np.delete(of_host, first).max(initial=0.0))
+    found = np.full(len(sent), of_host[first])
+    found[first * local : (first + 1) * local] = second
+    return found
+
+
+class Network:
+    """Transfers under way at once. Time moves on from one end of a transfer to the next."""
+
+    def __init__(self) -> None:
+        self.now, self._flows = 0.0, list[Flow]()
+
+    def add(self, flow: Flow) -> None:
+        """One more, from when it begins; which is not before now."""
+        self._flows.append(flow)
+
+    def next_end(self) -> Flow:
+        """Go on until a transfer ends, and give it. `now` is when."""
+        while True:
+            moving = [flow for flow in self._flows if self._starts(flow) <= self.now]
+            waiting = [self._starts(flow) for flow in self._flows if self._starts(flow) > self.now]
+            rates = _rates(moving)
+            ends = [
+                self.now + f.left * max(f.demand.levels) / rate if rate else math.inf
+                for f, rate in zip(moving, rates, strict=True)
+            ]
+            stops = [
+                self.now + (f.grace - f.used) / rate
+                for f, rate in zip(moving, rates, strict=True)
+                if f.deferred and rate and _urgent(moving)
+            ]
+            then = min([*ends, *waiting, *stops])
+            for flow, rate, end in zip(moving, rates, ends, strict=True):
+                flow.left = 0.0 if end <= then else flow.left - (then - self.now) * rate / max(flow.demand.levels)
+                flow.used = flow.used + (then - self.now) * rate if _urgent(moving) else 0.0
+            self.now = then
+            for flow in moving:
+                if flow.left <= 0.0:
+                    self._flows.remove(flow)
+                    return flow
+
+    def _starts(self, flow: Flow) -> float:
+        return math.inf if flow.behind in self._flows else flow.begin + flow.demand.latency
+
+
+def _urgent(flows: list[Flow]) -> bool:
+    return any(flow.holds_up and not flow.deferred for flow in flows)
+
+
+def _rates(flows: list[Flow]) -> list[float]:
+    """Of each transfer, against what it has alone: a level is shared by all that use it."""
+    urgent = _urgent(flows)
+    goes = [not (urgent and flow.deferred) or flow.grace - flow.used > 1e-9 for flow in flows]
+    uses = np.array([flow.demand.levels for flow in flows]).reshape(-1, 3)
+    uses = uses / np.maximum(uses.max(axis=1, keepdims=True), 1e-300)
+    load = np.maximum(uses[goes].sum(axis=0), 1.0)
+    return [float(min(1.0 / load[use > 0], default=1.0)) * go for use, go in zip(uses, goes, strict=True)]

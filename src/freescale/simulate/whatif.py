@@ -1,0 +1,139 @@
+"""A run on other clusters, at other sizes, with and without each technique."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from freescale.bubbles.summary import Summary, summarize
+from freescale.overlap.schedule import overlapped, serial
+from freescale.simulate.cluster import Cluster
+from freescale.simulate.engine import Engine
+from freescale.simulate.operations import Machine, Operations
+from freescale.simulate.workload import Drawn, Ints, Load, Model, draw, plan, prolonged
+
+_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 8, 12
+
+
+class Techniques(NamedTuple):
+    """What is on."""
+
+    balance: bool = True
+    priority: bool = True
+    sm_free: bool = True
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        on = [name.replace("_", "-") for name, used in self._asdict().items() if used]
+        return "everything" if len(on) == 3 else ", ".join(on) or "nothing"
+
+
+ABLATION = (
+    Techniques(False, False, False),
+    Techniques(True, False, False),
+    Techniques(False, True, False),
+    Techniques(False, True, True),
+    Techniques(True, True, False),
+    Techniques(),
+)
+"""From nothing to everything. Without priority nothing travels behind compute, so SM-free ways change nothing."""
+
+
+class Band(NamedTuple):
+    """Where most of the clusters lie that the figures allow: 10% are below, 10% above."""
+
+    low: float
+    high: float
+
+
+class Outcome(NamedTuple):
+    """What some ranks would do."""
+
+    ranks: int
+    techniques: Techniques
+    summary: Summary
+    samples_per_second: float
+    step_ms: Band
+    bubble_percent: Band
+    collisions: float
+    """Share of a rank's rows that the step before needs too."""
+    moved_tokens: float
+    """Share of the bytes of samples that move."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be simulated."""
+
+    model: Model
+    lengths: Ints
+    counts: Ints
+    """How often each length occurs."""
+    batch: int
+    """Samples per rank."""
+    cluster: Cluster
+    machine: Callable[[Cluster], Machine]
+    """How quick a rank is on a cluster that is drawn."""
+    steps: int = 50
+    seed: int = 0
+
+    def drawn(self, ranks: int) -> list[Drawn]:
+        """Samples of the steps that are really planned."""
+        rng = np.random.default_rng(self.seed)
+        return list(draw(self.lengths, self.counts, ranks=ranks, batch=self.batch, steps=_PLANNED, rng=rng))
+
+    def loads(self, drawn: Sequence[Drawn], ranks: int, *, balanced: bool) -> list[Load]:
+        """Those steps, planned."""
+        hosts = np.arange(ranks) // max(1, round(self.cluster.ranks_per_host))
+        return [plan(one, self.model, ranks=ranks, balanced=balanced, hosts=hosts) for one in drawn]
+
+
+def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> list[Outcome]:
+    """One outcome for each set of techniques, over the same samples."""
+    drawn = question.drawn(ranks)
+    loads = {balanced: question.loads(drawn, ranks, balanced=balanced) for balanced in {t.balance for t in techniques}}
+    return [_outcome(question, ranks, one, loads[one.balance]) for one in techniques]
+
+
+def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:
+    rng = np.random.default_rng(question.seed + 1)
+    summary = run(question, question.cluster, ranks, techniques, prolonged(loads, question.steps, rng), rng)
+    few = prolonged(loads, _DRAWN_STEPS, rng)
+    others = [run(question, question.cluster.drawn(rng), ranks, techniques, few, rng) for _ in range(_DRAWS)]
+
+    def band(figure: Callable[[Summary], float]) -> Band:
+        found = [figure(one) for one in (summary, *others)]
+        return Band(*np.quantile(found, [0.1, 0.9]).tolist())
+
+    samples, events = np.mean([load.samples for load in loads]), sum(load.events.sum() for load in loads)
+    return Outcome(
+        ranks,
+        techniques,
+        summary,
+        float(samples / (summary.step_ms / 1e3)),
+        band(lambda one: one.step_ms),
+        band(lambda one: one.bubble_percent),
+        collisions=float(sum(load.shared.sum() for load in loads) / sum(load.rows.sum() for load in loads)),
+        moved_tokens=float(sum(load.moved.sum() for load in loads) / (16 * events)),
+    )
+
+
+def run(
+    question: Question,
+    cluster: Cluster,
+    ranks: int,
+    techniques: Techniques,
+    loads: Sequence[Load],
+    rng: np.random.Generator,
+) -> Summary:
+    """Some steps on one cluster."""
+    model, overlaps = question.model, techniques.priority and question.model.sharded and ranks > 1
+    parts = model.micro_batches
+    schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
+    machine = question.machine(cluster)
+    operations = Operations(cluster, machine, model, ranks=ranks, sm_free=techniques.sm_free, rng=rng)
+    balanced = techniques.balance and ranks > 1
+    engine = Engine(schedule, operations, cluster, loads, balanced=balanced, sm_free=techniques.sm_free, rng=rng)
+    return summarize(engine.run())

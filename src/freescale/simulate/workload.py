@@ -1,0 +1,137 @@
+"""What every rank has to do in a step: samples as they are drawn, and as `balance.place` deals them. Pure.
+
+Some steps are really planned; the others are those again, with the ranks in another order.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.balance.cost import Cost
+from freescale.balance.place.assign import assign
+from freescale.config import RunConfig
+from freescale.data.stats import Profile
+from freescale.simulate.popularity import Popularity, Rows
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # of gradients, as DistributedDataParallel fills them
+_SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
+_EVENT_BYTES = 16  # of an event: its item and its time
+
+
+@dataclass(frozen=True)
+class Model:
+    """What training costs, whatever it runs on."""
+
+    cost: Cost
+    """Work of a sample."""
+    products: float
+    """Products of a forward pass per unit of that work."""
+    dim: int
+    """Of a row."""
+    dense_bytes: float
+    """Gradients that all ranks add up."""
+    last_bytes: float
+    """Of those, the ones that are there last, when nothing is left to compute."""
+    popularity: Rows
+    looked_up: int
+    """Rows per event, before each is asked for once."""
+    micro_batches: int = 1
+    sharded: bool = True
+
+    @staticmethod
+    def of(config: RunConfig, profile: Profile) -> "Model":
+        """From the config of a run and what its data is like."""
+        counted, drawn = Cost.of_model(config.model), config.task.negatives if config.task.kind == "retrieval" else 0
+        cost = Cost(*config.balance.cost) if config.balance.cost else counted
+        length = np.array([min(profile.mean_length, config.data.max_history)])
+        return Model(
+            cost=cost,
+            products=float(counted.of(length)[0] / cost.of(length)[0]),
+            dim=config.model.dim,
+            dense_bytes=(dense := 4.0 * counted.token),  # a product per token for every weight of a matrix
+            last_bytes=dense if dense <= _FIRST_BUCKET else (dense - _FIRST_BUCKET) % _BUCKET or _BUCKET,
+            popularity=Popularity.counted(profile.items.counts, drawn=drawn),
+            looked_up=1 + drawn,
+            micro_batches=config.train.micro_batches,
+            sharded=config.tables.placement == "sharded",
+        )
+
+
+class Load(NamedTuple):
+    """One step: of every rank, what it has to do."""
+
+    work: Floats
+    """By the cost model."""
+    events: Floats
+    rows: Floats
+    """Distinct ones that it needs."""
+    shared: Floats
+    """Of those, the ones that the step before needs too."""
+    moved: Floats
+    """Bytes of samples that it sends away."""
+    samples: int
+    """Of all ranks."""
+    planning: float
+    """Seconds that it took here to plan where they go."""
+
+    def mixed(self, rng: np.random.Generator) -> "Load":
+        """The same step with the ranks in another order."""
+        order = rng.permutation(len(self.work))
+        return self._replace(
+            **{name: getattr(self, name)[order] for name in ("work", "events", "rows", "shared", "moved")}
+        )
+
+
+class Drawn(NamedTuple):
+    """Samples of a step, on the ranks that read them."""
+
+    lengths: Ints
+    homes: Ints
+
+
+def draw(
+    lengths: Ints, counts: Ints, *, ranks: int, batch: int, steps: int, rng: np.random.Generator
+) -> Iterator[Drawn]:
+    """Samples of some steps at random: `lengths`, each as often as `counts` says."""
+    share, homes = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(ranks), batch)
+    for _ in range(steps):
+        which = np.searchsorted(share, rng.random(ranks * batch), side="right")
+        yield Drawn(lengths[np.minimum(which, len(lengths) - 1)], homes)
+
+
+def plan(
+    drawn: Drawn, model: Model, *, ranks: int, balanced: bool, hosts: Ints | None = None, equal_counts: bool = False
+) -> Load:
+    """Who computes what, as the trainer would plan it."""
+    lengths, homes = drawn
+    costs, began = model.cost.of(lengths), time.perf_counter()
+    rank = homes
+    if balanced:
+        rank = assign(costs, homes, ranks=ranks, tokens=lengths, hosts=hosts, equal_counts=equal_counts).rank
+    planning = time.perf_counter() - began
+
+    def of_ranks(values: Floats | Ints, where: Ints) -> Floats:
+        return np.bincount(where, weights=values, minlength=ranks).astype(np.float64)
+
+    events = of_ranks(lengths, rank)
+    return Load(
+        work=of_ranks(costs, rank),
+        events=events,
+        rows=model.popularity.rows(events),
+        shared=model.popularity.shared(events, float(events.sum())),
+        moved=of_ranks((_SAMPLE_BYTES + _EVENT_BYTES * lengths) * (rank != homes), homes),
+        samples=len(lengths),
+        planning=planning,
+    )
+
+
+def prolonged(loads: Sequence[Load], steps: int, rng: np.random.Generator) -> list[Load]:
+    """As many steps as are asked for."""
+    more = max(0, steps - len(loads))
+    return [*loads[:steps], *(loads[which].mixed(rng) for which in rng.integers(0, len(loads), more).tolist())]

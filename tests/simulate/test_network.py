@@ -1,0 +1,115 @@
+"""Promise: transfers take as long as their bytes, their links and each other allow."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freescale.errors import ConfigError
+from freescale.simulate import cluster
+from freescale.simulate.cluster import Cluster
+from freescale.simulate.network import Demand, Flow, Network, Topology
+
+RNG = np.random.default_rng(0)
+LINK = {
+    "near": 1e9,
+    "far": 1e8,
+    "ranks_per_host": 2,
+    "hosts_per_leaf": 2,
+    "oversubscription": 4.0,
+    "latency": 0.0,
+    "ring": 1.0,
+}
+
+
+def hosts(**changes: float) -> Cluster:
+    return cluster.load("h100").changed({**LINK, "message": 0.0, **changes})
+
+
+def ends(*flows: Flow) -> list[float]:
+    network = Network()
+    for flow in flows:
+        network.add(flow)
+    found = {}
+    for _ in flows:
+        flow = network.next_end()
+        found[flow] = network.now
+    return [found[flow] for flow in flows]
+
+
+def far(
+    seconds: float, begin: float = 0.0, *, deferred: bool = False, latency: float = 0.0, grace: float = 0.0
+) -> Flow:
+    return Flow(Demand(latency, (0.0, seconds, 0.0)), begin, deferred, grace=grace)
+
+
+def test_bytes_inside_a_host_do_not_use_its_links_and_those_beyond_a_switch_share_the_spine() -> None:
+    alone = Topology(hosts(), 2, RNG).all_to_all(np.full(2, 8e6))
+    assert alone.levels == pytest.approx((4e6 / 1e9, 0.0, 0.0))
+    wide = Topology(hosts(), 8, RNG).all_to_all(np.full(8, 8e6))
+    # Of 8 MB, 1 MB goes to the neighbour; 2 ranks send 6 MB each beyond their host, and 4 MB beyond the switch.
+    assert wide.levels == pytest.approx((1e6 / 1e9, 2 * 6e6 / 1e8, 2 * 4e6 / 1e8 * 4.0))
+
+
+def test_a_ring_sends_nearly_everything_twice() -> None:
+    assert Topology(hosts(), 8, RNG).all_reduce(8e6).levels[1] == pytest.approx(2 * 8e6 * 7 / 8 / 1e8)
+    assert Topology(hosts(), 2, RNG).all_reduce(8e6).levels[1] == 0.0
+
+
+def test_who_gets_less_is_done_sooner_and_all_wait_for_who_sends_the_most() -> None:
+    one_each = hosts(ranks_per_host=1, oversubscription=0.0)
+    size = np.array([1e6, 1e6, 1e6, 4e6])
+    comes = Topology(one_each, 4, RNG).all_to_all(size, comes=True)
+    assert comes.shares == pytest.approx([0.25, 0.25, 0.25, 1.0])
+    goes = Topology(one_each, 4, RNG).all_to_all(size)
+    assert goes.shares is not None
+    assert (goes.shares[:3] == 1.0).all()
+    assert goes.shares[3] < 1.0
+
+
+def test_gloo_sends_between_two_ranks_one_way_at_a_time() -> None:
+    lab = hosts(ranks_per_host=1, oversubscription=0.0, one_way=1.0)
+    whole = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), comes=True)
+    cut = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), comes=True, whole=False)
+    assert max(whole.levels) == pytest.approx(2 * max(cut.levels))
+    assert sorted(whole.shares.tolist()) == [0.5, 1.0]  # type: ignore[union-attr]
+
+
+def test_two_transfers_share_a_link_and_each_takes_what_the_other_leaves() -> None:
+    assert ends(far(1.0), far(1.0)) == pytest.approx([2.0, 2.0])
+    assert ends(far(1.0), far(2.0)) == pytest.approx([2.0, 3.0])
+    assert ends(far(1.0), far(1.0, begin=0.5)) == pytest.approx([1.5, 2.0])
+    near = Flow(Demand(0.0, (1.0, 0.0, 0.0)), 0.0, deferred=False)
+    assert ends(far(1.0), near) == pytest.approx([1.0, 1.0])
+
+
+def test_what_is_deferred_stops_while_anything_urgent_is_under_way() -> None:
+    assert ends(far(1.0, deferred=True), far(0.5, begin=0.25)) == pytest.approx([1.5, 0.75])
+    assert ends(far(1.0, latency=0.1)) == pytest.approx([1.1])
+    # A tenth of a second of pieces is already on its way, and shares the link until it is there.
+    assert ends(far(1.0, deferred=True, grace=0.1), far(0.5, begin=0.25)) == pytest.approx([1.5, 0.85])
+
+
+@pytest.mark.parametrize("name", cluster.names())
+def test_every_figure_of_a_cluster_has_a_source_and_lies_in_its_range(name: str) -> None:
+    found = cluster.load(name)
+    for figure in found.figures.values():
+        assert figure.source
+        assert figure.low <= figure.value <= figure.high
+    drawn = found.drawn(np.random.default_rng(1))
+    assert all(f.low <= drawn.figures[n].value <= f.high for n, f in found.figures.items())
+
+
+def test_a_cluster_of_ones_own_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    shipped = (cluster._shipped() / "h100.toml").read_text()
+    mine = tmp_path / "mine.toml"
+    mine.write_text(shipped.replace('value = 400e9, source = "', 'value = 100e9, source = "measured, '))
+    assert cluster.load(str(mine)).far == 100e9
+    mine.write_text(shipped.replace("jitter", "jiter"))
+    with pytest.raises(ConfigError, match="jiter"):
+        cluster.load(str(mine))
+    mine.write_text(shipped.replace('{ value = 8, source = "eight GPUs in a DGX" }', "8"))
+    with pytest.raises(ConfigError, match="'ranks_per_host' has no value or no source"):
+        cluster.load(str(mine))
+    with pytest.raises(ConfigError, match="no cluster is called 'h10'"):
+        cluster.load("h10")
