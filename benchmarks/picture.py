@@ -1,4 +1,4 @@
-"""Draw a kept result: that of streaming or of embedding. Needs the extra `viz`.
+"""Draw a kept result: that of streaming, of embedding or of scale. Needs the extra `viz`.
 
 python benchmarks/picture.py benchmarks/results/streaming.json benchmarks/results/streaming.png
 """
@@ -50,9 +50,33 @@ def embedding(results: list[Any]) -> Figure:
     return figure
 
 
+def scale(results: list[Any]) -> Figure:
+    ranks = [result["ranks"] for result in results]
+    figure, (bubbles, terms) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, colour in (("nothing", "#d1495b"), ("everything", "#1b6ca8")):
+        likely = list(zip(*(result[name]["bubble_percent_likely"] for result in results), strict=True))
+        bubbles.fill_between(ranks, *likely, color=colour, alpha=0.2)
+        bubbles.plot(ranks, [result[name]["bubble_percent"] for result in results], "o-", color=colour, label=name)
+    bubbles.set(title="bubbles, % of a step", xscale="log", xlabel="GPUs", ylim=(0, None))
+    step = [result["everything"]["step_ms"] for result in results]
+    shares = {
+        "rows that collide, % of all": [100 * result["collisions"] for result in results],
+        "planning, % of a step": [100 * r["planning_ms"] / s for r, s in zip(results, step, strict=True)],
+        "messages of two urgent transfers": [200 * r["messages_ms"] / s for r, s in zip(results, step, strict=True)],
+        "telling all lengths": [100 * r["telling_lengths_ms"] / s for r, s in zip(results, step, strict=True)],
+    }
+    for name, values in shares.items():
+        terms.plot(ranks, values, "o-", label=name)
+    terms.set(title="what grows, %", xscale="log", yscale="log", xlabel="GPUs", ylim=(1e-3, 200))
+    for axes in (bubbles, terms):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    return figure
+
+
 def main(source: Path, target: Path) -> None:
     kept = json.loads(source.read_text())
-    figure = {"streaming": streaming, "embedding": embedding}[source.stem](kept["results"])
+    figure = {"streaming": streaming, "embedding": embedding, "scale": scale}[source.stem](kept["results"])
     figure.suptitle(kept["command"], fontsize=9)
     figure.savefig(target, dpi=110)
 

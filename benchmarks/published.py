@@ -35,7 +35,7 @@ RANGES = {
     "dim": (256, 1024),
     "layers": (4, 12),
     "features": (1, 8),  # rows per event, each in a table of its own
-    "distinct": (0.26, 0.47),  # of a rank's ids; FACTS of production popularity
+    "distinct": (0.26, 0.47),  # of a rank's ids: counted for production popularity with 10^6 to 10^7 items
     "collisions": (0.02, 0.12),  # as reported
 }
 TRAFFIC = ("ids", "urgent rows", "deferred rows", "row gradients", "other traffic")
@@ -112,7 +112,7 @@ def simulated(setting: Setting, ranks: int, where: str, techniques: Techniques, 
     ]
     machine = Machine.of(found, setting.model)
     question = Question(setting.model, values, counts, setting.batch, found, lambda _: machine)
-    return run(question, found, ranks, techniques, prolonged(loads, 12, rng), rng)
+    return run(question, found, ranks, techniques, prolonged(loads, 13, rng), rng)
 
 
 def spread(

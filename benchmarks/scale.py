@@ -1,6 +1,6 @@
 """From 8 to 16,384 GPUs: which term breaks first.
 
-    python benchmarks/scale.py --out benchmarks/results/scale.json --picture docs/design/scale.svg
+    python benchmarks/scale.py --out benchmarks/results/scale.json
 
 Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity. At
 every size: a step with nothing and with everything, what planning takes here, what telling all ranks all lengths takes,
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from freescale import page
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import assign
 from freescale.config import RECIPES
@@ -100,32 +99,17 @@ def at(asked: Question, ranks: int) -> dict[str, Any]:
     return found | terms(asked, ranks, everything)
 
 
-def drawn_picture(results: list[dict[str, Any]]) -> str:
-    ranks = [result["ranks"] for result in results]
-    lines = [
-        page.Series(f"bubbles with {name}", ranks, [result[name]["bubble_percent"] / 100 for result in results])
-        for name in ("nothing", "everything")
-    ]
-    lines.append(page.Series("rows that collide", ranks, [result["collisions"] for result in results]))
-    planning = [min(1.0, result["planning_ms"] / result["everything"]["step_ms"]) for result in results]
-    lines.append(page.Series("planning, of a step", ranks, planning))
-    return page.line_chart(lines, page.Axis("GPUs", log=True), page.Axis("share", percent=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024, 4096, 16_384])
     parser.add_argument("--items", type=int, default=10**9)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     asked, results = question(options), []
     for ranks in options.ranks:
         results.append(at(asked, ranks))
         print(json.dumps(results[-1]), flush=True)
-    if options.picture is not None:
-        options.picture.write_text(drawn_picture(results), encoding="utf-8")
     save(options.out, results)
 
 

@@ -154,11 +154,13 @@ def judged(found: Sequence[Prediction]) -> list[dict[str, Any]]:
 def measured_in(
     options: argparse.Namespace, hosts: Lab, folder: Path, ranks: int, *, timed: bool
 ) -> list[dict[str, Any]]:
-    lengths = on_ranks(trained, ranks, options, folder, timed, lab=hosts)
-    if timed:  # a real model does not write them down, but it is given the same
-        options.lengths = lengths
+    kept = folder.parent / f"lengths-{ranks}.json"
+    if not (folder / "nothing again").exists():
+        lengths = on_ranks(trained, ranks, options, folder, timed, lab=hosts)
+        if timed:  # a real model does not write them down, but it is given the same
+            kept.write_text(json.dumps(lengths))
     config = settings(options, ranks, TURNS["nothing"])
-    return judged(predictions(folder, config, profile(Dataset(options.data)), options.lengths))
+    return judged(predictions(folder, config, profile(Dataset(options.data)), json.loads(kept.read_text())))
 
 
 def main() -> None:
@@ -169,19 +171,22 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
     parser.add_argument("--users", type=int, default=6000)
+    parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there are not trained again")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.lengths, results = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.runs or Path(temporary)
         options.data = f"{folder}/data"
-        synthetic.write(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
+        if not Path(options.data).exists():
+            synthetic.write(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
         for ranks in options.ranks:
             with lab(ranks) as hosts:
                 for mbit in options.mbit:
                     hosts.shape(mbit)
                     real = options.real and ranks == 2 and mbit == options.mbit[0]
                     for timed in (True, False) if real else (True,):
-                        place = Path(folder) / f"{ranks}-{mbit}-{timed}"
+                        place = folder / f"{ranks}-{mbit}-{timed}"
                         for line in measured_in(options, hosts, place, ranks, timed=timed):
                             compute = "timed" if timed else "real"
                             results.append({"ranks": ranks, "mbit": mbit, "compute": compute} | line)

@@ -1,6 +1,7 @@
 """What the commands share: parsing their options with tyro and printing results."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -8,6 +9,8 @@ from typing import Any, TypeVar
 import tyro
 
 T = TypeVar("T")
+_WIDTH = 120
+"""Of tables that go into a file or another program."""
 
 
 def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
@@ -27,7 +30,8 @@ def print_table(
         table.add_column(name, justify="left" if column in words else "right")
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stdout).print(table)
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    Console(file=sys.stdout, width=wide).print(table)
 
 
 def print_json(result: Any) -> None:

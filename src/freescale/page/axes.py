@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from freescale.page.document import escape
 
-COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8a5a00", "#6b4fa0")
-WIDTH, _HEIGHT = 640, 320
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8a5a00", "#6b4fa0", "#008b8b", "#5a5a5a")
+WIDTH, _HEIGHT, _LEGEND = 640, 320, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 16, 52
 
 
@@ -49,7 +49,8 @@ class Frame:
     def draw(self, marks: str, legend: Sequence[str]) -> str:
         """The chart, with finished marks in it."""
         floor, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
-        parts = [f'<svg viewBox="0 0 {WIDTH} {_HEIGHT}" width="{WIDTH}" role="img">']
+        width = WIDTH + (_LEGEND if legend else 0)
+        parts = [f'<svg viewBox="0 0 {width} {_HEIGHT}" width="{width}" role="img">']
         for tick in ticks(self._x_low, self._x_high, self._x.log):
             px = self.px(tick)
             parts.append(f'<line class="grid" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{floor}"/>')
@@ -69,8 +70,8 @@ class Frame:
         )
         for row, (colour, name) in enumerate(zip(COLOURS, legend, strict=False)):
             top = _TOP + 8 + 18 * row
-            parts.append(f'<rect x="{_LEFT + 12}" y="{top}" width="12" height="12" fill="{colour}"/>')
-            parts.append(f'<text x="{_LEFT + 30}" y="{top + 10}">{escape(name)}</text>')
+            parts.append(f'<rect x="{WIDTH}" y="{top}" width="12" height="12" fill="{colour}"/>')
+            parts.append(f'<text x="{WIDTH + 18}" y="{top + 10}">{escape(name)}</text>')
         return "".join(parts) + "</svg>"
 
 

@@ -10,7 +10,7 @@ from freescale.page.axes import number, ticks
 from freescale.page.document import escape
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 92, 20, 6, 44
-_HEIGHT, _TEXT = 420, 14
+_HEIGHT, _TEXT, _CHARACTER = 420, 14, 6.5
 _PALE, _DEEP = (247, 247, 247), (178, 24, 43)
 _SHADES = 24
 
@@ -102,6 +102,7 @@ class _Rows:
         self._names, self.most = names, most or 1.0
         self._height = min(22.0, max(3.0, _HEIGHT / max(1, len(names))))
         self._floor = _TOP + self._height * len(names)
+        self._left = max(_LEFT, 40 + _CHARACTER * max(map(len, names), default=0))
 
     def block(self, row: int, begin: float, end: float, colour: str, says: str) -> str:
         gap = 2.0 if self._height > 8 else 0.0
@@ -124,10 +125,10 @@ class _Rows:
         every = max(1, -(-_TEXT // int(self._height)))
         places = [(_TOP + (row + 0.5) * self._height + 4, name) for row, name in enumerate(self._names)]
         named = [
-            f'<text x="{_LEFT - 8}" y="{top:.1f}" text-anchor="end">{escape(name)}</text>'
+            f'<text x="{self._left - 8:.0f}" y="{top:.1f}" text-anchor="end">{escape(name)}</text>'
             for top, name in places[::every]
         ]
-        middle, bottom = (_LEFT + _WIDTH - _RIGHT) / 2, self._floor + _BOTTOM
+        middle, bottom = (self._left + _WIDTH - _RIGHT) / 2, self._floor + _BOTTOM
         side = (
             f'<text transform="translate(16 {max(_TOP + self._floor, 60) / 2:.1f}) rotate(-90)" '
             f'text-anchor="middle">{escape(rows)}</text>'
@@ -140,7 +141,7 @@ class _Rows:
         )
 
     def _px(self, value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.most
+        return self._left + (_WIDTH - self._left - _RIGHT) * value / self.most
 
     def _below(self, px: float, text: str) -> str:
         return f'<text x="{px:.1f}" y="{self._floor + 16:.1f}" text-anchor="middle">{escape(text)}</text>'

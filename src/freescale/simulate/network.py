@@ -55,10 +55,12 @@ class Topology:
         if ranks == 2 * local:  # of two hosts, each gets what the other sends
             others = own[::-1].copy()
         got, sent = (own, others) if comes else (others, own)
-        # A rank is done when it has what comes to it, and that of whoever sends the most comes last.
-        done = np.minimum(got, local * size * beyond) if comes else np.maximum(got, _largest_other(sent, local))
+        # A rank is done when it has what comes to it, and that comes last from whoever sends the most.
+        done = np.minimum(got, local * size * beyond) if comes else got
         if c.one_way and whole:
-            done = done + 2 / ranks * self._behind_others() * sent
+            done = done + 6 / (ranks + 4) * self._behind_others() * sent
+        if not comes:
+            done = np.maximum(done, _largest_other(sent, local) * self._served())
         levels = float(size.max()) * (local - 1) / ranks / c.near, float(done.max()) / c.far
         spine = float(size.mean()) * local * (ranks - self._leaf) / ranks * c.oversubscription / c.far
         shares = done / max(float(done.max()), 1e-300) if levels[1] > max(levels[0], spine) else None
@@ -80,12 +82,17 @@ class Topology:
     def _behind_others(self) -> Floats:
         """Of each rank: how far what it waits for goes behind what it sends. Each pair of ranks tosses a coin.
 
-        As measured of gloo: all of it between two ranks, a sixth on average between four.
+        As measured of gloo: all of it between two ranks, a quarter on average between four.
         """
         if self._ranks == 2:
             first = self._rng.integers(2)
             return np.array([first, 1 - first], dtype=np.float64)
         return (self._rng.binomial(self._ranks - 1, 0.5, self._ranks) / (self._ranks - 1)) ** 2
+
+    def _served(self) -> Floats:
+        """Of what a rank sends to all others alike: after how much each has its part. Gloo serves them one by one."""
+        uneven = self._cluster.one_way and self._ranks > 2
+        return self._rng.uniform(0.75, 1.0, self._ranks) if uneven else np.ones(self._ranks)
 
     def all_gather(self, size: float) -> Demand:
         """Every rank gets so many bytes of every other."""

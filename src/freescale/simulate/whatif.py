@@ -13,7 +13,7 @@ from freescale.simulate.engine import Engine
 from freescale.simulate.operations import Machine, Operations
 from freescale.simulate.workload import Drawn, Ints, Load, Model, draw, plan, prolonged
 
-_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 8, 12
+_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 8, 13
 
 
 class Techniques(NamedTuple):

@@ -132,6 +132,5 @@ def plan(
 
 
 def prolonged(loads: Sequence[Load], steps: int, rng: np.random.Generator) -> list[Load]:
-    """As many steps as are asked for."""
-    more = max(0, steps - len(loads))
-    return [*loads[:steps], *(loads[which].mixed(rng) for which in rng.integers(0, len(loads), more).tolist())]
+    """As many steps as are asked for, each planned one equally often."""
+    return [loads[step] if step < len(loads) else loads[step % len(loads)].mixed(rng) for step in range(steps)]
