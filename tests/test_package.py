@@ -39,6 +39,7 @@ def test_preparing_data_needs_no_torch() -> None:
     assert "torch" not in imported_by(f"import {commands}")
 
 
+@pytest.mark.quiet
 def test_help_is_there_at_once() -> None:
     fastest = 9.0
     for _ in range(5):

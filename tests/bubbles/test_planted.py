@@ -31,6 +31,7 @@ from tests.ranks import Ranks, World
 from tests.support import histories, write_dataset
 from tests.training import joined, small
 
+pytestmark = pytest.mark.quiet
 FORWARD, BACKWARD = 0.015, 0.030
 SLEEP, STALL, MBIT = 0.030, 0.025, 500
 STEPS = 31

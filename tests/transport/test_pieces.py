@@ -69,6 +69,7 @@ def test_rows_arrive_in_order_whatever_the_pieces(ranks: Ranks, piece_bytes: int
     assert all(ranks.run(exchange, 6, piece_bytes))
 
 
+@pytest.mark.quiet
 def test_nothing_deferred_moves_while_something_urgent_is_under_way() -> None:
     started = Ranks(2)
     began = time.monotonic()
@@ -93,6 +94,7 @@ def passed(world: World) -> tuple[float, float]:
     return float(busy), time.monotonic()
 
 
+@pytest.mark.quiet
 def test_a_rank_that_waits_for_a_late_one_does_not_hold_back_what_is_deferred() -> None:
     started = Ranks(2)
     assert [busy for busy, _ in started.run(passed)] == [1.0, 1.0]

@@ -100,7 +100,7 @@ def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> 
 def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:
     rng = np.random.default_rng(question.seed + 1)
     summary = run(question, question.cluster, ranks, techniques, prolonged(loads, question.steps, rng), rng)
-    few = prolonged(loads, _DRAWN_STEPS, rng)
+    few = prolonged(loads, min(question.steps, _DRAWN_STEPS), rng)
     others = [run(question, question.cluster.drawn(rng), ranks, techniques, few, rng) for _ in range(_DRAWS)]
 
     def band(figure: Callable[[Summary], float]) -> Band:
