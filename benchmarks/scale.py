@@ -24,7 +24,7 @@ from freescale.simulate.network import Topology
 from freescale.simulate.operations import Machine
 from freescale.simulate.popularity import Popularity
 from freescale.simulate.whatif import ABLATION, Outcome, Question, answer
-from freescale.simulate.workload import Drawn, Model
+from freescale.simulate.workload import Drawn, Load, Model
 from record import save
 
 GROUP = 256
@@ -79,8 +79,19 @@ def terms(asked: Question, ranks: int, everything: Outcome) -> dict[str, Any]:
         "telling_lengths_ms": round(1e3 * (telling.latency + max(telling.levels)), 2),
         "messages_ms": round(1e3 * topology.all_to_all(np.zeros(ranks)).latency, 2),
         "collisions": round(everything.collisions, 3),
+        "slowest_over_mean": round(float(max(load.work.max() / load.work.mean() for load in loads)), 4),
         "slowest_over_mean_in_groups": round(in_groups(drawn[0], asked.model.cost, ranks), 4),
+        "moved": round(everything.moved, 4),
+        "shared_rows_of_a_host_over_its_ranks": _of_hosts(asked, loads[0]),
     }
+
+
+def _of_hosts(asked: Question, load: Load) -> float:
+    """Rows that collide, if the ranks of a host ask for each once, over what they ask for one by one."""
+    local, popularity, before = round(asked.cluster.ranks_per_host), asked.model.popularity, float(load.events.sum())
+    one = np.array([before / len(load.events)])
+    together = popularity.shared(local * one, before) / (local * popularity.shared(one, before))
+    return round(float(together[0]), 3)
 
 
 def at(asked: Question, ranks: int) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def predictions(folder: Path, config: RunConfig, data: Profile, lengths: list[li
     ]
     found = []
     for name, techniques in TURNS.items():
-        loads = [plan(one, model, ranks=ranks, balanced=techniques.balance) for one in drawn]
+        rules = config.balance if techniques.balance else None
+        loads = [plan(one, model, ranks=ranks, rules=rules) for one in drawn]
         predicted = run(question, where, ranks, techniques, loads, np.random.default_rng(0))
         found.append(Prediction(name, summarize(read_intervals(folder / name)), predicted))
     return found

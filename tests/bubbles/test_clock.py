@@ -46,6 +46,7 @@ def test_who_shares_a_clock_with_rank_0_needs_no_bound(apart: Path) -> None:
     assert json.loads((apart / "3.json").read_text()) == [0, 0]
 
 
+@pytest.mark.quiet
 def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
     for step, of_ranks in read_samples(apart).items():
         if step < 3:

@@ -43,12 +43,12 @@ def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Seque
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_a_run_is_bitwise_repeatable_and_resumes_bitwise_also_twice(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, count: int, placement: str
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, count: int, placement: str, whole_form: bool
 ) -> None:
     config = small(log, train=FP32, tables={"placement": placement})
     once = pieces([groups[count]], config, tmp_path / "a", [])
     assert same(once, pieces([groups[count]], config, tmp_path / "b", [])), "the same command twice"
-    for stops in ([1], [7], [12], [5, 17]):
+    for stops in ([1], [7], [12], [5, 17]) if whole_form else ([1], [5, 17]):
         resumed = pieces([groups[count]] * (len(stops) + 1), config, tmp_path / f"stopped at {stops}", stops)
         assert same(once, resumed), stops
 

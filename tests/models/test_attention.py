@@ -126,11 +126,12 @@ def test_operators_are_good_citizens_of_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
-def test_a_compiled_model_gives_the_same_numbers_in_one_graph(kind: str) -> None:
+def test_a_compiled_model_gives_the_same_numbers_in_one_graph(kind: str, whole_form: bool) -> None:
     torch.manual_seed(3)
     config = ModelConfig(kind=kind, dim=8, layers=1, heads=2, dropout=0.0)  # type: ignore[arg-type]
     model = {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST).double()
-    compiled = torch.compile(model, fullgraph=True, backend="inductor")
+    backend = "inductor" if whole_form or kind == "hstu" else "aot_eager"  # which captures the same graph, sooner
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     for lengths in ([5, 0, 33], [130, 2]):
         layout = layout_of(lengths)
         layout.place, layout.spans  # noqa: B018  worked out before, as a batch's preparation does

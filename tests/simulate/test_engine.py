@@ -5,20 +5,23 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from freescale.balance.cost import Cost
 from freescale.bubbles.summary import Summary, summarize
+from freescale.config import BalanceConfig
 from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
-from freescale.simulate import cluster
+from freescale.simulate import cluster, whatif
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
 from freescale.simulate.operations import Machine, Operations
 from freescale.simulate.popularity import Popularity
 from freescale.simulate.whatif import ABLATION, Question, Techniques, answer
 from freescale.simulate.workload import Drawn, Load, Model, draw, plan, prolonged
+from freescale.train import build
 
 MODEL = Model(
     cost=Cost(token=1.0),
@@ -47,12 +50,19 @@ def load(work: list[float], *, rows: float = 1e6, shared: float = 0.0, planning:
 
 
 def simulated(
-    schedule: Schedule, loads: list[Load], where: Cluster | None = None, *, balanced: bool = False, **changes: float
+    schedule: Schedule,
+    loads: list[Load],
+    where: Cluster | None = None,
+    *,
+    balanced: bool = False,
+    sm_free: bool = False,
+    model: Model = MODEL,
+    **changes: float,
 ) -> dict[str, float]:
     where, rng = where or hosts(), np.random.default_rng(0)
     ranks = len(loads[0].work)
-    operations = Operations(where, replace(MACHINE, **changes), MODEL, ranks=ranks, sm_free=False, rng=rng)
-    engine = Engine(schedule, operations, where, loads, balanced=balanced, sm_free=False, rng=rng)
+    operations = Operations(where, replace(MACHINE, **changes), model, ranks=ranks, sm_free=sm_free, rng=rng)
+    engine = Engine(schedule, operations, where, loads, balanced=balanced, sm_free=sm_free, rng=rng)
     found: Summary = summarize(engine.run())
     return {line.cause: line.ms for line in found.lines if line.ms > 1e-3} | {"step": found.step_ms}
 
@@ -106,11 +116,17 @@ def test_planning_that_takes_longer_than_a_step_holds_it_up() -> None:
     slow = simulated(serial(sharded=True), [load([0.1, 0.1], planning=0.5)] * 12, balanced=True)
     assert "data" not in quick
     assert slow["step"] == pytest.approx(500.0, rel=1e-2)
+    assert slow["data"] == pytest.approx(slow["step"] - quick["step"], rel=0.05)
 
 
 def test_a_device_whose_cores_move_bytes_computes_longer() -> None:
     loads = [load([0.3, 0.3])] * 20
-    assert simulated(overlapped(), loads, hosts(contention=0.5))["step"] > 1.05 * simulated(overlapped(), loads)["step"]
+    alone, beside = (simulated(overlapped(), loads, hosts(contention=slower)) for slower in (0.0, 0.5))
+    assert beside["step"] > 1.05 * alone["step"]
+    spared = simulated(overlapped(), loads, hosts(contention=0.5), sm_free=True)
+    assert spared["step"] == pytest.approx(alone["step"]), "what is deferred takes no cores then"
+    slower = simulated(overlapped(), [load([0.05, 0.05])] * 12, hosts(sm_free=0.5), sm_free=True)
+    assert slower["step"] > simulated(overlapped(), [load([0.05, 0.05])] * 12)["step"], "but goes by a slower way"
 
 
 def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
@@ -119,6 +135,8 @@ def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
     late = [replace(o, after=(*o.after, more)) if o.name == "forward" else o for o in overlapped().operations]
     moved = simulated(Schedule(tuple(late), overlapped().slots), loads)
     assert moved["step"] == pytest.approx(simulated(overlapped(), loads)["step"] + 20.0)
+    assert build.overlapped is whatif.overlapped, "and the trainer and the simulation take it from one place"
+    assert build.serial is whatif.serial
     new = Operation("compress", "compute", "forward")
     with pytest.raises(NotImplementedError, match="nobody has said what 'compress' takes"):
         simulated(Schedule((*serial(sharded=True).operations, new)), loads)
@@ -126,8 +144,31 @@ def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_operation_of_the_trainers_schedules_can_be_simulated(parts: int) -> None:
-    for schedule in (overlapped(micro_batches=parts), serial(sharded=True, micro_batches=parts), serial(sharded=False)):
-        assert simulated(schedule, [load([0.1, 0.1])] * 6)["step"] > 0
+    loads, model = [load([0.1, 0.1])] * 8, replace(MODEL, micro_batches=parts)
+    for schedule in (overlapped, partial(serial, sharded=True), partial(serial, sharded=False)):
+        whole = simulated(schedule(), loads)
+        assert simulated(schedule(micro_batches=parts), loads, model=model) == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 12])
+def test_any_number_of_ranks_can_be_simulated(ranks: int) -> None:
+    where = cluster.load("h100").changed({"jitter": 0.0})
+    for one in (where, replace(where, device="cpu"), cluster.load("cpu")):
+        found = simulated(overlapped() if ranks > 1 else serial(sharded=True), [load([0.1] * ranks)] * 6, one)
+        assert found["step"] >= 99.0
+        assert np.isfinite(list(found.values())).all()
+
+
+def test_a_rank_that_varies_or_waits_for_data_holds_the_others_up() -> None:
+    loads = [load([0.1] * 8)] * 20
+    steady = simulated(serial(sharded=True), loads)
+    varies = simulated(serial(sharded=True), loads, hosts(jitter=0.1))
+    assert 8.0 < varies["straggler"] < 20.0  # the slowest of eight is 1.4 deviations behind
+    assert "straggler" not in steady
+    stalls = simulated(serial(sharded=True), loads, hosts(stall_share=1.0, stall=0.5))
+    assert stalls["data"] > 50.0
+    slow = simulated(serial(sharded=True), loads, hosts(slow_share=1.0, slow_by=0.2))
+    assert slow["forward"] == pytest.approx(1.2 * steady["forward"])
 
 
 def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
@@ -145,7 +186,7 @@ def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
 def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 64)
     drawn = Drawn(lengths, np.repeat(np.arange(8), 8))
-    at_home, dealt = (plan(drawn, MODEL, ranks=8, balanced=balanced) for balanced in (False, True))
+    at_home, dealt = (plan(drawn, MODEL, ranks=8, rules=rules) for rules in (None, BalanceConfig()))
     assert dealt.work.sum() == at_home.work.sum() == lengths.sum()
     assert dealt.work.max() < 1.02 * dealt.work.mean() < at_home.work.max()
     assert dealt.moved.sum() > 0 == at_home.moved.sum()
@@ -155,7 +196,7 @@ def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
 
 def test_the_band_holds_what_the_figures_allow_and_techniques_help() -> None:
     lengths, counts = np.array([10, 100, 2000]), np.array([5, 3, 1])
-    model = replace(MODEL, dim=128, products=1e7, popularity=Popularity.counted(np.ones(10**6, dtype=np.int64)))
+    model = replace(MODEL, dim=128, products=1e9, popularity=Popularity.counted(np.ones(10**6, dtype=np.int64)))
     question = Question(model, lengths, counts, 32, cluster.load("h100"), lambda c: Machine.of(c, model), steps=8)
     nothing, *_, everything = answer(question, 16, ABLATION)
     assert nothing.techniques == Techniques(False, False, False)
@@ -169,7 +210,7 @@ def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes
     values, counts = np.unique(lengths, return_counts=True)
     rng, began = np.random.default_rng(0), time.process_time()
     drawn = draw(values, counts, ranks=16_384, batch=128, steps=5, rng=rng)
-    loads = [plan(one, MODEL, ranks=16_384, balanced=True) for one in drawn]
+    loads = [plan(one, MODEL, ranks=16_384, rules=BalanceConfig()) for one in drawn]
     where = cluster.load("h100")
     operations = Operations(where, Machine.of(where, MODEL), MODEL, ranks=16_384, sm_free=True, rng=rng)
     loads = prolonged(loads, 50, rng)

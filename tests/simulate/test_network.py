@@ -111,5 +111,9 @@ def test_a_cluster_of_ones_own_is_read_and_what_it_lacks_is_named(tmp_path: Path
     mine.write_text(shipped.replace('{ value = 8, source = "eight GPUs in a DGX" }', "8"))
     with pytest.raises(ConfigError, match="'ranks_per_host' has no value or no source"):
         cluster.load(str(mine))
+    for wrong in ("0", "-1", '"much"', "10, low = 20"):
+        mine.write_text(shipped.replace("value = 400e9", f"value = {wrong}"))
+        with pytest.raises(ConfigError, match="figure 'far' cannot be used"):
+            cluster.load(str(mine))
     with pytest.raises(ConfigError, match="no cluster is called 'h10'"):
         cluster.load("h10")

@@ -164,7 +164,9 @@ def read_machine(run: Path) -> Machine:
     path = run / FOLDER / "machine.json"
     if not path.exists():
         raise DataError(
-            "nobody wrote down what this run ran on", where=str(path), remedy="name the folder of a training"
+            "nobody wrote down what this run ran on",
+            where=str(path),
+            remedy="name the folder of a training by this version, or use --from-data",
         )
     return Machine(**json.loads(path.read_text(encoding="utf-8")))
 
@@ -183,8 +185,8 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
 def _rank_step(facts: dict[str, Any]) -> RankStep:
     spans = tuple(Span(*span) for span in facts["spans"])
     transfers = tuple(
-        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), alone, size)
-        for kind, name, arrived, done, waits, alone, size in facts["transfers"]
+        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), *rest)
+        for kind, name, arrived, done, waits, *rest in facts["transfers"]
     )
     return RankStep(**facts | {"spans": spans, "transfers": transfers})
 

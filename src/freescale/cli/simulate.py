@@ -61,8 +61,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if (options.run is None) == (options.from_data is None):
         raise UsageError("name a run, or --from-data and a data set", remedy=f"see {prog} --help")
-    if min((*options.gpus, options.steps - 4)) < 1:
-        raise UsageError("--gpus must be at least 1, --steps at least 5", remedy=f"see {prog} --help")
+    if min((*options.gpus, options.steps - 4, options.batch + 1, options.max_history + 1)) < 1:
+        wrong = "--gpus must be at least 1, --steps at least 5, --batch and --max-history at least 1"
+        raise UsageError(wrong, remedy=f"see {prog} --help")
     question, said = _question(options)
     techniques = ABLATION if not options.without else (_without(options.without),)
     outcomes = [one for ranks in sorted(options.gpus) for one in answer(question, ranks, techniques)]
@@ -92,7 +93,12 @@ def _question(options: Options) -> tuple[Question, list[str]]:
         f"{config.model.kind} with {config.model.layers} layers of {config.model.dim}.",
         f"Figures of {where.name}: see the page for their sources; what is assumed there is a range.",
     ]
-    return Question(model, lengths, found.lengths.counts, batch, where, machine, steps=options.steps), said
+    if config.task.kind == "ranking":
+        said.append("The candidates of this task are left out: its steps are longer than these.")
+    asked = Question(
+        model, lengths, found.lengths.counts, batch, where, machine, rules=config.balance, steps=options.steps
+    )
+    return asked, said
 
 
 def _config(options: Options) -> tuple[RunConfig, int]:
@@ -139,6 +145,6 @@ def _figures(one: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "bubble_percent_band": one.bubble_percent,
         "straggler_percent": one.summary.straggler_percent,
         "collisions": one.collisions,
-        "moved_tokens": one.moved_tokens,
+        "moved": one.moved,
         "causes_ms": {line.cause: line.ms for line in one.summary.lines},
     }

@@ -4,6 +4,7 @@ The run must have done one thing after another, with nothing balanced: then each
 transfer had the links to itself.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from freescale.simulate.workload import Model
 Floats = NDArray[np.float64]
 _SMALL = 4 << 10
 _WARM = 3
+_VARIED = 2.0
 
 
 class Compute(NamedTuple):
@@ -47,15 +49,16 @@ class Compute(NamedTuple):
 def computes(samples: Mapping[int, Sequence[Sample]]) -> Compute:
     """How long ranks compute for the work of their batches, in whatever order they do things."""
     steps = [sample.step for number, of_ranks in samples.items() if number > _WARM for sample in of_ranks]
-    passes = {kind: np.array([_of_kind(step, kind) for step in steps]) for kind in ("forward", "backward")}
-    work, took = np.array([step.work for step in steps]), passes["forward"] + passes["backward"]
+    forward, backward = np.array([_passes(step) for step in steps]).reshape(-1, 2).T
+    work, took = np.array([step.work for step in steps]), forward + backward
     if not len(work) or not work.any():
         raise DataError("the run kept too few whole steps", remedy=f"train for more than {_WARM} steps")
-    slope, base = np.polyfit(work, took, 1) if np.ptp(work) > 0 else (float((took / work).mean()), 0.0)
-    if base < 0 or slope < 0:  # noise: the work explains all of it
-        slope, base = float(took.sum() / work.sum()), 0.0
+    slope, base = float(took.sum() / work.sum()), 0.0
+    if work.max() > _VARIED * work.min():  # else what every step costs cannot be told from what its work does
+        fitted = np.polyfit(work, took, 1)
+        slope, base = fitted if (fitted >= 0).all() else (slope, base)
     error = np.abs(took - (base + slope * work)).mean() / took.mean()
-    return Compute(float(base), float(slope), float(passes["forward"].sum() / took.sum()), float(error))
+    return Compute(float(base), float(slope), float(forward.sum() / took.sum()), float(error))
 
 
 def measured(samples: Mapping[int, Sequence[Sample]], model: Model) -> Machine:
@@ -138,8 +141,10 @@ def _took(of_ranks: Sequence[Transfer]) -> Floats:
     return np.array([t.done - last for t in of_ranks]) / 1e9
 
 
-def _of_kind(step: RankStep, kind: str) -> float:
-    return sum(_busy(step, span) for span in step.spans if span.kind == kind)
+def _passes(step: RankStep) -> tuple[float, float]:
+    """Seconds of both passes: a backward one and what comes right before it. Looking rows up is a forward span too."""
+    pairs = [(a, b) for a, b in itertools.pairwise(step.spans) if (a.kind, b.kind) == ("forward", "backward")]
+    return sum(_busy(step, a) for a, _ in pairs), sum(_busy(step, b) for _, b in pairs)
 
 
 def _by_operation(step: RankStep, schedule: Schedule) -> dict[str, Span]:

@@ -4,6 +4,7 @@ A figure that nobody published is a range; `drawn` picks one cluster from it, an
 """
 
 import importlib.resources
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ FIGURES = {
     "far": "bytes per second that a host sends to others",
     "one_way": "1 where a transfer between two ranks goes one way at a time, as gloo's does; 0 where both",
     "ring": "share of a link's rate that adding up over all ranks reaches",
-    "in_flight": "bytes of deferred pieces that a host has under way when something urgent begins",
+    "in_flight": "bytes of deferred pieces that a rank has under way when something urgent begins",
     "oversubscription": "what hosts below a switch could send, over what leaves it",
     "latency": "seconds until a transfer moves",
     "message": "seconds that a transfer takes per peer, whatever it sends",
@@ -37,6 +38,9 @@ FIGURES = {
     "stall_share": "share of the steps in which a rank waits for data",
     "stall": "seconds that it waits then",
 }
+
+
+_POSITIVE = ("ranks_per_host", "hosts_per_leaf", "flops", "efficiency", "memory", "near", "far", "ring", "sm_free")
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,15 @@ def _figure(name: str, given: Any, where: str) -> Figure:
     if not isinstance(given, dict) or not given.get("source") or "value" not in given:
         form = f'{name} = {{ value = 1.0, source = "..." }}, with low and high where it is not known'
         raise ConfigError(f"figure '{name}' has no value or no source", where=where, remedy=f"write {form}")
-    value = float(given["value"])
-    return Figure(value, float(given.get("low", value)), float(given.get("high", value)), given["source"])
+    try:
+        value, low, high = (float(given.get(key, given["value"])) for key in ("value", "low", "high"))
+    except (TypeError, ValueError):
+        value = low = high = math.nan
+    least = 1e-12 if name in _POSITIVE else 0.0
+    if not least <= low <= value <= high < math.inf:
+        remedy = f"give numbers with {least:g} <= low <= value <= high"
+        raise ConfigError(f"figure '{name}' cannot be used: {given}", where=where, remedy=remedy)
+    return Figure(value, low, high, str(given["source"]))
 
 
 def _shipped() -> Any:

@@ -38,6 +38,8 @@ class _Ordered(NamedTuple):
     thread: str
     begun: bool
     """Whether its thread goes on while it travels."""
+    issued_behind: Key | None
+    """What the thread of the step had done when this was given to another thread."""
 
     @property
     def key(self) -> Key:
@@ -74,12 +76,23 @@ class Engine:
         self._free: dict[str, Floats] = {}
         """When each thread has done what it was given."""
         self._ends: dict[Key, Floats] = {}
+        self._begun: dict[Key, Floats] = {}
+        self._latest: dict[str, Key] = {}
+        """What each thread did last."""
+        self._issued_last: Key | None = None
+        """To the thread of the step."""
+        self._passed: dict[Key, Floats] = {}
+        """When the thread went on from what it only began."""
         self._held_up_by: dict[Key, Key] = {}
-        """What an operation waited for last."""
+        """What an operation waited for last: of its needs, or else of its thread."""
         self._travelling: dict[Flow, tuple[_Ordered, Sent] | None] = {}
         self._sent: dict[Key, Sent] = {}
+        self._varies: dict[int, Floats] = {}
         self._beside = 0.0
         """Of the compute of the step before, how much had traffic beside it."""
+        on_host = min(self._ranks, cluster.ranks_per_host)
+        self._grace = cluster.in_flight * on_host / cluster.far
+        """Seconds of pieces that are under way when something urgent begins."""
         self._slow = 1.0 + cluster.slow_by * (rng.random(self._ranks) < cluster.slow_share)
 
     def run(self) -> list[Interval]:
@@ -103,7 +116,10 @@ class Engine:
                 needed = any((operation.key, number) in _needed(later, step) for later in issued[place + 1 :])
                 begun = thread == "main" and operation.lane == "urgent" and not needed
                 lane = self._lanes.setdefault(thread, deque())
-                lane.append(_Ordered(operation, number, step, thread, begun))
+                behind = self._issued_last if thread == "deferred" else None
+                lane.append(_Ordered(operation, number, step, thread, begun, behind))
+                if thread == self._step_thread:
+                    self._issued_last = operation.key, number
 
     def _settle(self) -> None:
         """Go on until the thread of the step has done what it was given; others may still be at it."""
@@ -125,14 +141,19 @@ class Engine:
     def _can_begin(self, ordered: _Ordered) -> bool:
         own = (one[0] for one in self._travelling.values() if one is not None)
         held = any(one.thread == ordered.thread and not one.begun for one in own)
-        return not held and all(key in self._ends for key in self._needs(ordered))
+        behind = ordered.issued_behind
+        issued = behind is None or behind in self._passed or behind in self._ends
+        return not held and issued and all(key in self._ends for key in self._needs(ordered))
 
     def _do(self, ordered: _Ordered) -> None:
-        task = self._varied(ordered.operation, self._operations.task(ordered.operation, self._loads[ordered.number]))
-        start = self._start(ordered)
+        operation, number = ordered.operation, ordered.number
+        task = self._varied(operation, number, self._operations.task(operation, self._loads[number]))
+        start = self._begun[ordered.key] = self._start(ordered)
         end = start + task.seconds
         self._note(ordered, task.cause, start, end)
         self._free[ordered.thread] = end
+        if ordered.begun:
+            self._passed[ordered.key] = end
         if task.demand is None:
             self._ends[ordered.key] = end
         else:
@@ -147,7 +168,7 @@ class Engine:
         self._sent[ordered.key] = sent
         assert task.demand is not None
         yields = behind and ordered.thread != "samples"
-        flow = Flow(task.demand, sent.last, yields, not behind, grace=self._cluster.in_flight / self._cluster.far)
+        flow = Flow(task.demand, sent.last, yields, not behind, grace=self._grace)
         if task.early is not None:
             ahead = float((start + task.from_share * task.seconds).max())
             flow.behind = Flow(task.early, ahead, yields, not behind)
@@ -173,6 +194,11 @@ class Engine:
     def _start(self, ordered: _Ordered) -> Floats:
         """When an operation can begin. What the thread of the step waits for meanwhile is written down."""
         now = self._free.get(ordered.thread, np.zeros(self._ranks))
+        if ordered.thread in self._latest:
+            self._held_up_by[ordered.key] = self._latest[ordered.thread]
+        self._latest[ordered.thread] = ordered.key
+        if ordered.issued_behind is not None:
+            now = np.maximum(now, self._passed.get(ordered.issued_behind, self._ends.get(ordered.issued_behind, now)))
         # As the executor does: first for what was begun, then for what is deferred.
         for key in sorted(self._needs(ordered), key=lambda key: self._is_deferred(key)):
             there = np.maximum(now, self._ends[key])
@@ -184,14 +210,18 @@ class Engine:
         return now
 
     def _waits(self, ordered: _Ordered, key: Key, since: Floats, until: Floats) -> None:
-        """Write down what a step waits for. If that came late to its transfer, it was held up by something else."""
+        """Write down what a step waits for. If that began late itself, it was held up by something else before."""
         sent = self._sent.get(key)
-        if sent is None or sent.alone:
-            cause = "data" if key[0] == self._brings[-1].key else "host" if sent is None else sent.kind
-            self._note(ordered, cause, since, until)
+        if key[0] == self._brings[-1].key:
+            self._note(ordered, "data", since, until)
             return
-        came = np.clip(sent.arrived, since, until)
-        sent.waits.append((came, until))
+        came = np.clip(self._begun[key] if sent is None else sent.arrived, since, until)
+        if sent is not None and not sent.alone:
+            sent.waits.append((came, until))
+        else:
+            # A host that waits for a thread of its own does not know what that one waits for.
+            came = came if sent is None or self._cluster.asynchronous else since
+            self._note(ordered, "host" if sent is None else sent.kind, came, until)
         if (came > since).any() and key in self._held_up_by:
             self._waits(ordered, self._held_up_by[key], since, came)
 
@@ -218,12 +248,13 @@ class Engine:
             return "samples"
         return operation.lane if self._cluster.asynchronous or operation.lane == "deferred" else "main"
 
-    def _varied(self, operation: Operation, task: Task) -> Task:
+    def _varied(self, operation: Operation, number: int, task: Task) -> Task:
         """Compute varies and gives way to traffic; now and then data comes late."""
         cluster, seconds = self._cluster, task.seconds
         if operation.name in ("forward", "backward"):
-            varies = np.exp(cluster.jitter * self._rng.standard_normal(self._ranks))
-            seconds = seconds * varies * self._slow * (1.0 + cluster.contention * self._beside)
+            if number not in self._varies:  # a rank is slower or quicker in a whole step
+                self._varies[number] = np.exp(cluster.jitter * self._rng.standard_normal(self._ranks))
+            seconds = seconds * self._varies[number] * self._slow * (1.0 + cluster.contention * self._beside)
         elif operation is READ and cluster.stall_share:
             late = self._rng.random(self._ranks) < cluster.stall_share
             seconds = seconds + late * self._rng.exponential(cluster.stall, self._ranks)

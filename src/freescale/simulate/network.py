@@ -50,6 +50,8 @@ class Topology:
         `whole`: not cut into pieces.
         """
         c, ranks, local = self._cluster, self._ranks, self._local
+        if ranks == 1:
+            return Demand(0.0, (0.0, 0.0, 0.0))
         beyond = (ranks - local) / ranks
         own, others = self._of_hosts(size) * beyond, np.full(ranks, float(size.mean()) * local * beyond)
         if ranks == 2 * local:  # of two hosts, each gets what the other sends
@@ -70,8 +72,8 @@ class Topology:
         """So many bytes are added up over all ranks; every link of a ring carries each nearly twice."""
         c, ranks = self._cluster, self._ranks
         twice = 2 * size * (ranks - 1) / ranks / c.ring
-        beyond = [ranks > self._local, ranks > self._leaf]
-        levels = (twice / c.near * (self._local > 1), twice / c.far * beyond[0], twice / c.far * beyond[1])
+        far, leaf = twice / c.far * (ranks > self._local), twice * c.oversubscription / c.far / c.hosts_per_leaf
+        levels = (twice / c.near * (self._local > 1), far, leaf * (ranks > self._leaf))
         return Demand(c.latency * math.ceil(math.log2(max(2, ranks))), levels)
 
     def _of_hosts(self, size: Floats) -> Floats:
@@ -176,7 +178,8 @@ def _urgent(flows: list[Flow]) -> bool:
 def _rates(flows: list[Flow]) -> list[float]:
     """Of each transfer, against what it has alone: a level is shared by all that use it."""
     urgent = _urgent(flows)
-    goes = [not (urgent and flow.deferred) or flow.grace - flow.used > 1e-9 for flow in flows]
+    held = [urgent and flow.deferred and max(flow.demand.levels) > 0 for flow in flows]
+    goes = [not hold or flow.grace - flow.used > 1e-9 for flow, hold in zip(flows, held, strict=True)]
     uses = np.array([flow.demand.levels for flow in flows]).reshape(-1, 3)
     uses = uses / np.maximum(uses.max(axis=1, keepdims=True), 1e-300)
     load = np.maximum(uses[goes].sum(axis=0), 1.0)

@@ -1,19 +1,20 @@
 """A run on other clusters, at other sizes, with and without each technique."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from freescale.bubbles.summary import Summary, summarize
+from freescale.config import BalanceConfig
 from freescale.overlap.schedule import overlapped, serial
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
 from freescale.simulate.operations import Machine, Operations
-from freescale.simulate.workload import Drawn, Ints, Load, Model, draw, plan, prolonged
+from freescale.simulate.workload import EVENT_BYTES, SAMPLE_BYTES, Drawn, Ints, Load, Model, draw, plan, prolonged
 
-_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 8, 13
+_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 16, 8
 
 
 class Techniques(NamedTuple):
@@ -38,7 +39,7 @@ ABLATION = (
     Techniques(True, True, False),
     Techniques(),
 )
-"""From nothing to everything. Without priority nothing travels behind compute, so SM-free ways change nothing."""
+"""From nothing to everything. Without priority no rows travel behind compute, so SM-free ways change nothing."""
 
 
 class Band(NamedTuple):
@@ -59,8 +60,8 @@ class Outcome(NamedTuple):
     bubble_percent: Band
     collisions: float
     """Share of a rank's rows that the step before needs too."""
-    moved_tokens: float
-    """Share of the bytes of samples that move."""
+    moved: float
+    """Share of the bytes of all samples that move."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Question:
     cluster: Cluster
     machine: Callable[[Cluster], Machine]
     """How quick a rank is on a cluster that is drawn."""
+    rules: BalanceConfig = field(default_factory=BalanceConfig)
+    """Of balance."""
     steps: int = 50
     seed: int = 0
 
@@ -87,7 +90,12 @@ class Question:
     def loads(self, drawn: Sequence[Drawn], ranks: int, *, balanced: bool) -> list[Load]:
         """Those steps, planned."""
         hosts = np.arange(ranks) // max(1, round(self.cluster.ranks_per_host))
-        return [plan(one, self.model, ranks=ranks, balanced=balanced, hosts=hosts) for one in drawn]
+        rules = self.rules if balanced else None
+        return [plan(one, self.model, ranks=ranks, rules=rules, hosts=hosts) for one in drawn]
+
+    def clusters(self) -> list[Cluster]:
+        """Some that the cluster may be: the same for all sizes and techniques."""
+        return [self.cluster.drawn(np.random.default_rng([self.seed, draw])) for draw in range(_DRAWS)]
 
 
 def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> list[Outcome]:
@@ -101,22 +109,23 @@ def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequ
     rng = np.random.default_rng(question.seed + 1)
     summary = run(question, question.cluster, ranks, techniques, prolonged(loads, question.steps, rng), rng)
     few = prolonged(loads, min(question.steps, _DRAWN_STEPS), rng)
-    others = [run(question, question.cluster.drawn(rng), ranks, techniques, few, rng) for _ in range(_DRAWS)]
+    others = [run(question, one, ranks, techniques, few, rng) for one in question.clusters()]
 
     def band(figure: Callable[[Summary], float]) -> Band:
         found = [figure(one) for one in (summary, *others)]
         return Band(*np.quantile(found, [0.1, 0.9]).tolist())
 
-    samples, events = np.mean([load.samples for load in loads]), sum(load.events.sum() for load in loads)
+    samples = sum(load.samples for load in loads)
+    held = SAMPLE_BYTES * samples + EVENT_BYTES * sum(load.events.sum() for load in loads)
     return Outcome(
         ranks,
         techniques,
         summary,
-        float(samples / (summary.step_ms / 1e3)),
+        float(samples / len(loads) / (summary.step_ms / 1e3)),
         band(lambda one: one.step_ms),
         band(lambda one: one.bubble_percent),
         collisions=float(sum(load.shared.sum() for load in loads) / sum(load.rows.sum() for load in loads)),
-        moved_tokens=float(sum(load.moved.sum() for load in loads) / (16 * events)),
+        moved=float(sum(load.moved.sum() for load in loads) / held),
     )
 
 
@@ -132,8 +141,8 @@ def run(
     model, overlaps = question.model, techniques.priority and question.model.sharded and ranks > 1
     parts = model.micro_batches
     schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
-    machine = question.machine(cluster)
-    operations = Operations(cluster, machine, model, ranks=ranks, sm_free=techniques.sm_free, rng=rng)
+    machine, sm_free = question.machine(cluster), techniques.sm_free and cluster.asynchronous
+    operations = Operations(cluster, machine, model, ranks=ranks, sm_free=sm_free, rng=rng)
     balanced = techniques.balance and ranks > 1
-    engine = Engine(schedule, operations, cluster, loads, balanced=balanced, sm_free=techniques.sm_free, rng=rng)
+    engine = Engine(schedule, operations, cluster, loads, balanced=balanced, sm_free=sm_free, rng=rng)
     return summarize(engine.run())

@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.balance.cost import Cost
-from freescale.balance.place.assign import assign
-from freescale.config import RunConfig
+from freescale.balance.plan import Planner
+from freescale.config import BalanceConfig, RunConfig
 from freescale.data.stats import Profile
 from freescale.simulate.popularity import Popularity, Rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # of gradients, as DistributedDataParallel fills them
-_SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
-_EVENT_BYTES = 16  # of an event: its item and its time
+SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
+EVENT_BYTES = 16  # of an event: its item and its time
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,20 @@ class Model:
         counted, drawn = Cost.of_model(config.model), config.task.negatives if config.task.kind == "retrieval" else 0
         cost = Cost(*config.balance.cost) if config.balance.cost else counted
         length = np.array([min(profile.mean_length, config.data.max_history)])
+        sharded = config.tables.placement == "sharded"
+        # A matrix has a product per token for every weight; beside it, positions and tables that every rank holds.
+        rows = config.data.max_history + (0 if sharded else len(profile.items.counts))
+        dense = 4.0 * (counted.token + rows * config.model.dim)
         return Model(
             cost=cost,
             products=float(counted.of(length)[0] / cost.of(length)[0]),
             dim=config.model.dim,
-            dense_bytes=(dense := 4.0 * counted.token),  # a product per token for every weight of a matrix
+            dense_bytes=dense,
             last_bytes=dense if dense <= _FIRST_BUCKET else (dense - _FIRST_BUCKET) % _BUCKET or _BUCKET,
             popularity=Popularity.counted(profile.items.counts, drawn=drawn),
             looked_up=1 + drawn,
             micro_batches=config.train.micro_batches,
-            sharded=config.tables.placement == "sharded",
+            sharded=sharded,
         )
 
 
@@ -105,16 +109,14 @@ def draw(
         yield Drawn(lengths[np.minimum(which, len(lengths) - 1)], homes)
 
 
-def plan(
-    drawn: Drawn, model: Model, *, ranks: int, balanced: bool, hosts: Ints | None = None, equal_counts: bool = False
-) -> Load:
-    """Who computes what, as the trainer would plan it."""
+def plan(drawn: Drawn, model: Model, *, ranks: int, rules: BalanceConfig | None, hosts: Ints | None = None) -> Load:
+    """Who computes what, as the trainer would plan it by some rules; without, all stay where they are."""
     lengths, homes = drawn
-    costs, began = model.cost.of(lengths), time.perf_counter()
+    began = time.perf_counter()
     rank = homes
-    if balanced:
-        rank = assign(costs, homes, ranks=ranks, tokens=lengths, hosts=hosts, equal_counts=equal_counts).rank
-    planning = time.perf_counter() - began
+    if rules is not None:
+        rank = Planner(model.cost, rules, ranks=ranks, hosts=hosts)({"history": lengths}, homes).rank
+    planning, costs = time.perf_counter() - began, model.cost.of(lengths)
 
     def of_ranks(values: Floats | Ints, where: Ints) -> Floats:
         return np.bincount(where, weights=values, minlength=ranks).astype(np.float64)
@@ -125,7 +127,7 @@ def plan(
         events=events,
         rows=model.popularity.rows(events),
         shared=model.popularity.shared(events, float(events.sum())),
-        moved=of_ranks((_SAMPLE_BYTES + _EVENT_BYTES * lengths) * (rank != homes), homes),
+        moved=of_ranks((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != homes), homes),
         samples=len(lengths),
         planning=planning,
     )

@@ -91,11 +91,12 @@ class C10d:
 
     def busy(self, rate: float = 0.0) -> bool:
         """Whether a transfer that began here may be moving: see `pieces.Busy`."""
-        now = time.monotonic()
-        return any(
-            not work.is_completed() and (not rate or now - begun.at < _SLACK_SECONDS + _SLACK * begun.size / rate)
-            for work, begun in list(self._under_way.items())
-        )
+        begun = [begun for work, begun in list(self._under_way.items()) if not work.is_completed()]
+        if not begun or not rate:
+            return bool(begun)
+        # They go one behind another, so all of them together are given the time that all of their bytes need.
+        needed = sum(one.size for one in begun) / rate
+        return time.monotonic() - min(one.at for one in begun) < _SLACK_SECONDS + _SLACK * needed
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

@@ -108,7 +108,8 @@ class Pieces:
             while len(travelling) >= (_IN_FLIGHT if staged else 1):
                 arriving, sent, piece, began = travelling.popleft()
                 self._staging.back(arriving.wait(), piece.flat)
-                self._learn(sum(sent.sizes) - sent.sizes[self.peers.rank], time.monotonic() - began)
+                beside = 1 + (len(travelling) > 0)
+                self._learn(beside * (sum(sent.sizes) - sent.sizes[self.peers.rank]), time.monotonic() - began)
 
     def _begin(self, staged: tuple[Tensor, Copied], mine: "_Piece", theirs: "_Piece", name: str) -> Arriving[Tensor]:
         """Send a piece, once it is copied out and nothing urgent is under way."""
@@ -119,9 +120,9 @@ class Pieces:
         return self._transport.all_to_all(sent, mine.sizes, theirs.sizes, name=name, out=room)
 
     def _learn(self, sent: int, seconds: float) -> None:
-        """How quick the wire is, where a wait of the host tells it: two pieces share it."""
+        """How quick the wire is, where a wait of the host tells it."""
         if self._transport.device.type == "cpu" and sent >= _TELLING_BYTES:
-            self._rates.append(_IN_FLIGHT * sent / seconds)
+            self._rates.append(sent / seconds)
 
     def _give_way(self) -> None:
         """Wait until nothing urgent is moving. What never ends is for those to report who wait for it."""

@@ -1,0 +1,33 @@
+"""Promise: what a simulation learns from a run is what the run did."""
+
+import pytest
+
+from freescale.bubbles.events import RankStep, Span
+from freescale.bubbles.records import Sample
+from freescale.errors import DataError
+from freescale.simulate.calibrate import computes
+
+MS = 1_000_000
+
+
+def step(number: int, work: float, forward: int, backward: int, look_up: int = 7) -> Sample:
+    ends = [0, 2, 2 + look_up, 2 + look_up + forward, 2 + look_up + forward + backward]
+    kinds = ("host", "forward", "forward", "backward")
+    spans = tuple(Span(k, a * MS, b * MS) for k, a, b in zip(kinds, ends[:-1], ends[1:], strict=True))
+    return Sample(RankStep(0, number, 0, ends[-1] * MS, spans, (), work), {})
+
+
+def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
+    samples = {n: [step(n, work, 10 + int(work), 20 + 2 * int(work))] for n, work in enumerate([5.0, 10, 20, 40] * 4)}
+    found = computes(samples)
+    assert found.step == pytest.approx(0.030)
+    assert found.work == pytest.approx(0.003)
+    assert found.forward == pytest.approx(1 / 3)
+    assert found.error < 1e-9
+
+
+def test_where_work_hardly_varies_it_explains_all_of_the_time() -> None:
+    samples = {n: [step(n, 100.0 + n % 2, 30 - n % 2, 60)] for n in range(12)}
+    assert computes(samples).step == 0.0
+    with pytest.raises(DataError, match="too few whole steps"):
+        computes({1: [step(1, 5.0, 10, 20)]})
