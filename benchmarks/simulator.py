@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+import lab_speed
 from freescale.balance.cost import Cost
 from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import Summary, summarize
@@ -29,7 +30,7 @@ from freescale.data.stats import Profile, profile
 from freescale.data.store.dataset import Dataset
 from freescale.models.protocol import Inputs
 from freescale.models.timed import Timed
-from freescale.simulate import calibrate, cluster
+from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster, Figure
 from freescale.simulate.whatif import Question, Techniques, run
 from freescale.simulate.workload import Drawn, Model, plan
@@ -123,9 +124,9 @@ class Prediction(NamedTuple):
 def predictions(folder: Path, config: RunConfig, data: Profile, lengths: list[list[list[int]]]) -> list[Prediction]:
     """What the simulator, which has seen only the first run, thinks of all runs."""
     samples, ranks = read_samples(folder / "nothing"), len(lengths)
-    model = calibrate.buckets(Model.of(config, data), samples)
-    where = calibrate.linked(lane(), samples, ranks=ranks)
-    machine = calibrate.measured(samples, model)
+    model = lab_speed.buckets(Model.of(config, data), samples)
+    where = lab_speed.linked(lane(), samples, ranks=ranks)
+    machine = lab_speed.measured(samples, model)
     question = Question(model, np.empty(0, int), np.empty(0, int), SAMPLES, where, lambda _: machine)
     drawn = [
         Drawn(np.concatenate(step), np.repeat(np.arange(ranks), [len(of_rank) for of_rank in step]))

@@ -1,0 +1,133 @@
+"""How quick a rank and its links are, from a run that did one thing after another with nothing balanced.
+
+Then each span is one operation, and each transfer had the links to itself. For `simulator.py`.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer
+from freescale.bubbles.records import Sample
+from freescale.overlap.schedule import Schedule, serial
+from freescale.simulate.calibrate import busy, computes
+from freescale.simulate.cluster import Cluster, Figure
+from freescale.simulate.network import Topology
+from freescale.simulate.operations import Machine
+from freescale.simulate.workload import Model
+
+Floats = NDArray[np.float64]
+SMALL, WARM = 4 << 10, 3
+
+
+def measured(samples: Mapping[int, Sequence[Sample]], model: Model) -> Machine:
+    """A rank, from serial steps."""
+    schedule = serial(sharded=model.sharded, micro_batches=model.micro_batches)
+    steps = [sample.step for number, of_ranks in samples.items() if number > WARM for sample in of_ranks]
+    spans = [_by_operation(step, schedule) for step in steps]
+    rows = np.array([_sent(step, "row gradients") / (4 * model.dim) for step in steps])
+    sent = np.array([_sent(step, "ids", "urgent rows", "row gradients") for step in steps])
+
+    def per(units: Floats, *names: str) -> float:
+        return float(_seconds(steps, spans, *names).sum() / max(1e-9, np.sum(units)))
+
+    prepared = _seconds(steps, spans, "prepare")
+    compute = computes(samples)
+    return Machine(
+        step=compute.step,
+        work=compute.work,
+        row=per(rows, "look_up"),
+        update=per(rows, "update_rows"),
+        event=0.0,
+        byte=per(sent, "send_ids", "send_rows", "send_gradients"),
+        dense=per(np.ones(len(steps)), "update_dense"),
+        between=float(prepared.mean()) + _between(steps, schedule),
+        forward=compute.forward,
+    )
+
+
+def buckets(model: Model, samples: Mapping[int, Sequence[Sample]]) -> Model:
+    """With the gradients of the dense part as they were sent: all of them, and those that came last."""
+    step = next(iter(samples.values()))[0].step
+    sent = [transfer.size for transfer in step.transfers if transfer.kind == "dense gradients"]
+    return replace(model, dense_bytes=float(sum(sent)), last_bytes=float(sent[-1]))
+
+
+def linked(cluster: Cluster, samples: Mapping[int, Sequence[Sample]], *, ranks: int) -> Cluster:
+    """A cluster with the latency and the rates of a host's links as the transfers of a run had them."""
+    of = [_transfers(of_ranks) for number, of_ranks in samples.items() if number > WARM]
+    small = [_took(t).max() for step in of for kind in step.values() for t in kind if t[0].size <= SMALL]
+    latency = statistics.median(small)
+    # With links of one byte per second, a time is a number of bytes.
+    unit = cluster.changed({"far": 1.0, "latency": 0.0, "message": 0.0, "ring": 1.0})
+    topology, model, measured = Topology(unit, ranks, np.random.default_rng(0)), 0.0, 0.0
+    for step in of:
+        rows = np.array([t.size for t in step["row gradients"][-1]], dtype=np.float64)
+        for kind, comes in (("urgent rows", True), ("row gradients", False)):
+            demand = topology.all_to_all(rows, comes=comes)
+            model += float(demand.ends(0.0, max(demand.levels), ranks).mean())
+            measured += float((_took(step[kind][-1]) - latency).mean())
+    far = model / measured
+    ring = statistics.median(_ring_bytes(step["dense gradients"], topology, latency, ranks) for step in of) / far
+    found = {"latency": latency, "far": far, "ring": ring}
+    figures = {name: Figure(value, value, value, "measured") for name, value in found.items()}
+    return replace(cluster, figures={**cluster.figures, **figures})
+
+
+def _ring_bytes(buckets: Sequence[Sequence[Transfer]], topology: Topology, latency: float, ranks: int) -> float:
+    """Bytes per second of a step's buckets, each of which goes when the one before it is done."""
+    size, seconds, before = 0.0, 0.0, 0
+    for bucket in buckets:
+        came, done = max(t.arrived for t in bucket), max(t.done for t in bucket)
+        size += topology.all_reduce(bucket[0].size).levels[1]
+        seconds += max(0.0, (done - max(came, before)) / 1e9 - latency * math.ceil(math.log2(ranks)))
+        before = done
+    return size / max(seconds, 1e-9)
+
+
+def _transfers(of_ranks: Sequence[Sample]) -> dict[str, list[list[Transfer]]]:
+    """Of one step: by kind, each transfer as all ranks saw it."""
+    found: dict[str, list[list[Transfer]]] = {}
+    for transfer in of_ranks[0].step.transfers:
+        same = [t for sample in of_ranks for t in sample.step.transfers if t.name == transfer.name]
+        found.setdefault(transfer.kind, []).append(same)
+    return found
+
+
+def _took(of_ranks: Sequence[Transfer]) -> Floats:
+    """Seconds of each rank, since the last one came."""
+    last = max(t.arrived for t in of_ranks)
+    return np.array([t.done - last for t in of_ranks]) / 1e9
+
+
+def _by_operation(step: RankStep, schedule: Schedule) -> dict[str, Span]:
+    """The spans of a serial step: one for each operation, in order, behind what goes before the step."""
+    spans = step.spans[-len(schedule.operations) :]
+    expected = [o.cause if o.cause in COMPUTE else "host" for o in schedule.operations]
+    if [span.kind for span in spans] != expected:
+        raise ValueError(f"step {step.step} was not done one thing after another")
+    return {operation.key: span for operation, span in zip(schedule.operations, spans, strict=True)}
+
+
+def _seconds(steps: Sequence[RankStep], spans: Sequence[Mapping[str, Span]], *names: str) -> Floats:
+    """Of each step: how long operations kept the thread busy, without their waits."""
+    return np.array(
+        [
+            sum(busy(step, span) for key, span in of.items() if key.split("/")[0] in names)
+            for step, of in zip(steps, spans, strict=True)
+        ]
+    )
+
+
+def _sent(step: RankStep, *kinds: str) -> int:
+    return sum(t.size for t in step.transfers if t.kind in kinds)
+
+
+def _between(steps: Sequence[RankStep], schedule: Schedule) -> float:
+    """Seconds of a step before its first operation."""
+    first = [step.spans[-len(schedule.operations)].begin - step.begin for step in steps]
+    return statistics.median(first) / 1e9
