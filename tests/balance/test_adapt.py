@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from freescale.balance.adapt import SUMS, Basis, Learner, Stopwatch
 from freescale.balance.cost import Cost, sizes
 from freescale.balance.plan import Planner
-from freescale.checkpoint import store
 from freescale.config import BalanceConfig, RunConfig
 from freescale.train.build import build
 from tests.ranks import Ranks, World
@@ -107,7 +106,7 @@ def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tupl
     planner = trainer.parts.planner
     assert planner is not None
     if resume:
-        trainer.resume(store.complete(Path(folder) / "checkpoints")[-1])
+        trainer.resume()
     before = planner.state_dict()
     trainer.fit()
     trainer.close()

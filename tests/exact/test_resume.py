@@ -18,7 +18,7 @@ def train(world: World, config: RunConfig, folder: str, resume: bool, stop_at: i
     """Train from the beginning or from the newest checkpoint; `stop_at` asks this rank to end, as a signal would."""
     trainer = build(config, joined(world), Path(folder))
     if resume:
-        trainer.resume(store.complete(Path(folder) / "checkpoints")[-1])
+        trainer.resume()
     run = trainer.parts.step.run
 
     def counted(*arguments: object, **options: object) -> object:
@@ -59,3 +59,18 @@ def test_a_run_resumes_on_any_other_number_of_ranks(groups: dict[int, Ranks], lo
     for i, (counts, stops) in enumerate([((2, 4), [6]), ((4, 1), [13]), ((1, 4, 2), [3, 11])]):
         resumed = pieces([groups[count] for count in counts], config, tmp_path / str(i), stops)
         assert apart(once, resumed) < 1e-9, (counts, stops)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_run(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    config = small(log, train={**FP32, "save_every": 4})
+    once = pieces([groups[2]], config, tmp_path / "a", [])
+    groups[2].run(train, config, str(tmp_path / "b"), False, 9)
+    older, newest = store.complete(tmp_path / "b" / "checkpoints")[-2:]
+    file = newest / "rank-00001.bytes"
+    file.write_bytes(file.read_bytes()[:-1])
+    resumed = whole(groups[2].run(train, config, str(tmp_path / "b"), True, 0))
+    assert same(once, resumed)
+    assert newest.with_name(newest.name + ".damaged").exists()
+    assert store.step_of(older) == 8

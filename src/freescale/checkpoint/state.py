@@ -1,45 +1,42 @@
-"""The tensors of a run under stable names, as torch.distributed.checkpoint wants them.
+"""The tensors of a run under stable names, with the rows that this rank holds of each.
 
-Rows of sharded tables are DTensors, so any other number of ranks can read them. The tensors are the live ones: saving
-copies from them, loading writes into them.
+The tensors are the live ones: saving copies from them, loading writes into them.
 """
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 
+from freescale.checkpoint.files import Part
 from freescale.embedding.sharded import ShardedTables
 
 
-def of_model(
-    network: nn.Module, tables: ShardedTables | None, group: dist.ProcessGroup, device: torch.device
-) -> dict[str, Tensor]:
+def of_model(network: nn.Module, tables: ShardedTables | None, *, rank: int, ranks: int) -> dict[str, Part]:
     """The dense part, of which every rank holds everything, and the own rows of sharded tables with their optimizer."""
-    dense = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
-    return dense if tables is None else dense | _of_tables(tables, group, device)
+    dense = {f"model.{n}": Part.whole(tensor, everywhere=True) for n, tensor in network.state_dict().items()}
+    return dense if tables is None else dense | _of_tables(tables, rank, ranks)
 
 
-def of_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def of_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
     """What the dense optimizer remembers of each parameter, by the parameter's name."""
     _begin(optimizer)
-    found: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{kind}"] = value
-    return found
+    return {
+        f"optimizer.{name}.{kind}": Part.whole(value, everywhere=True)
+        for name, parameter in network.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
-def _of_tables(tables: ShardedTables, group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    mesh = DeviceMesh.from_group(group, device.type)
-    rows = {table.name: table.rows for table in tables.tables}
-    found: dict[str, Tensor] = {}
+def of_generator(rank: int) -> dict[str, Part]:
+    """A copy of what torch's own generator of this rank stands at."""
+    return {f"generator.{rank}": Part.whole(torch.get_rng_state(), everywhere=False)}
+
+
+def _of_tables(tables: ShardedTables, rank: int, ranks: int) -> dict[str, Part]:
+    by_name = {table.name: table for table in tables.tables}
+    found = {}
     for name, local in tables.shard.state().items():
-        whole = torch.Size([rows[name.split(".")[0]], *local.shape[1:]])
-        found[f"tables.{name}"] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=whole, stride=torch.empty(whole, device="meta").stride()
-        )
+        table = by_name[name.split(".")[0]]
+        found[f"tables.{name}"] = Part(local, min(rank * table.block(ranks), table.rows), table.rows)
     return found
 
 

@@ -2,31 +2,40 @@
 
     checkpoints/step-00000480/          complete: the name is given only when every rank has written
     checkpoints/step-00000960.writing/  not complete, and ignored
+    checkpoints/step-00000960.damaged/  was complete, could not be read again, and is ignored
 
-The folder must be one that all ranks see.
+The folder must be one that all ranks see. What the files of a rank look like, `files` knows.
 """
 
-import json
-import os
+import contextlib
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
+import torch
 
-from freescale.errors import FreeScaleError, reason
+from freescale.checkpoint import files
+from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.errors import reason
+from freescale.transport.c10d import C10d
 
 _FACTS = "facts.json"
-_WRITING = ".writing"
+_FORMAT = 1
+_WRITING, _DAMAGED = ".writing", ".damaged"
 
 
 def complete(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != _WRITING and (path / _FACTS).exists())
+    return sorted(path for path in folder.glob("step-*") if not path.suffix and (path / _FACTS).exists())
+
+
+def newest(folder: Path, transport: C10d) -> Path | None:
+    """The newest complete checkpoint, as rank 0 sees it: all ranks must take the same."""
+    found = complete(folder) if transport.peers.rank == 0 else []
+    number = transport.total(1 + step_of(found[-1]) if found else 0, name="newest checkpoint")
+    return named(folder, number - 1) if number else None
 
 
 def named(folder: Path, step: int) -> Path:
@@ -34,98 +43,107 @@ def named(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was saved."""
+    return int(checkpoint.name.split("-")[1])
+
+
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, without its tensors."""
-    try:
-        return json.loads((checkpoint / _FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise FreeScaleError(
-            f"the checkpoint cannot be read: {reason(error)}",
+    facts = files.read_json(checkpoint / _FACTS)
+    sound = isinstance(facts, dict) and all(type(facts.get(key)) is int for key in ("format", "step", "ranks"))
+    if not sound or not 0 < facts["ranks"] < 1 << 24:
+        raise DamagedError(f"the checkpoint is damaged: {_FACTS} does not say what it holds", where=str(checkpoint))
+    if facts["format"] > _FORMAT:
+        raise CheckpointError(
+            f"the checkpoint has format {facts['format']}; this version of freescale reads up to {_FORMAT}",
             where=str(checkpoint),
-            remedy="remove this folder; the one before it will be taken",
-        ) from error
+            remedy="install the version that wrote it, or a newer one",
+        )
+    return facts
 
 
-def load(checkpoint: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Read into the given tensors, whatever number of ranks wrote them."""
-    try:
-        dcp.load(dict(tensors), checkpoint_id=checkpoint, process_group=group)
-    except (dcp.CheckpointException, RuntimeError, OSError, KeyError) as error:
-        raise FreeScaleError(
-            f"the checkpoint does not fit this run or is damaged: {_why(error)}",
-            where=str(checkpoint),
-            remedy="resume with the config that it was saved with, or remove this folder to take the one before it",
-        ) from error
+def load(checkpoint: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Read into the given tensors, whatever number of ranks wrote them, and give the facts."""
+    facts = read_facts(checkpoint)
+    files.read(checkpoint, facts["ranks"], parts)
+    return facts
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Let nobody take for a checkpoint what could not be read."""
+    shutil.rmtree(damaged := checkpoint.with_name(checkpoint.name + _DAMAGED), ignore_errors=True)
+    checkpoint.rename(damaged)
 
 
 class Store:
     """Saves checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int, rank: int, group: dist.ProcessGroup) -> None:
-        """`group` must be used for nothing else: saving goes on while training uses the others."""
-        self.folder, self._keep, self._leads, self._group = folder, keep, rank == 0, group
+    def __init__(self, folder: Path, *, keep: int, transport: C10d) -> None:
+        """`transport` must be used for nothing else: saving goes on while training uses the others."""
+        self.folder, self._keep, self._transport = folder, keep, transport
+        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="freescale-save")
         self._saving: Future[None] | None = None
-        if self._leads:
+        if self._rank == 0:
             for left_behind in folder.glob(f"step-*{_WRITING}"):
                 shutil.rmtree(left_behind)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Copy the tensors now, and write them while training goes on."""
-        self.wait()
-        final = named(self.folder, step)
-        writing = final.with_name(final.name + _WRITING)
-        written = dcp.async_save(dict(tensors), checkpoint_id=writing, process_group=self._group)
-        assert isinstance(written, Future)
-        self._saving = self._thread.submit(self._finish, written, writing, final, dict(facts))
+    def save(self, step: int, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
+        """Copy the tensors now, and write them while training goes on. What was saved before must have been waited for.
+
+        `facts`: whatever else a resumed run has to know.
+        """
+        assert self._saving is None
+        everywhere = [name for name, part in parts.items() if part.everywhere]
+        others = set(everywhere) - set(everywhere[self._rank :: self._ranks])
+        own = {name: part.copied() for name, part in parts.items() if name not in others}
+        whole = {"format": _FORMAT, "step": step, "ranks": self._ranks, **facts}
+        self._saving = self._thread.submit(self._write, named(self.folder, step), own, whole)
 
     def wait(self) -> None:
-        """Wait until what was saved last is complete."""
-        if self._saving is None:
-            return
-        try:
-            self._saving.result()
-        except (dcp.CheckpointException, RuntimeError, OSError) as error:
-            raise FreeScaleError(
-                f"a checkpoint could not be written: {_why(error)}",
-                where=str(self.folder),
-                remedy="see that the folder exists on all hosts and has space; the checkpoints before it are unharmed",
-            ) from error
-        finally:
-            self._saving = None
+        """Wait until what was saved last is complete. If any rank failed to write, all ranks raise."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
         """Finish saving."""
-        self.wait()
-        self._thread.shutdown()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
 
-    def _finish(self, written: Future[Any], writing: Path, final: Path, facts: Mapping[str, Any]) -> None:
-        """Give the complete checkpoint its name. Rank 0 hears of the end only when every rank has written."""
-        written.result()
-        if not self._leads:
+    def _write(self, final: Path, own: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
+        """Write the own files; when all ranks have, rank 0 gives the checkpoint its name."""
+        writing = final.with_name(final.name + _WRITING)
+        with self._all_or_none("its part", final):
+            writing.mkdir(parents=True, exist_ok=True)
+            files.write(writing, self._rank, own)
+        with self._all_or_none("its name", final):
+            if self._rank == 0:
+                files.write_json(writing / _FACTS, facts)
+                shutil.rmtree(final, ignore_errors=True)
+                writing.rename(final)
+                files.sync_names(self.folder)
+                for old in complete(self.folder)[: -self._keep]:
+                    shutil.rmtree(old)
+
+    @contextlib.contextmanager
+    def _all_or_none(self, what: str, final: Path) -> Any:
+        """Whatever the disk refuses to one rank, all ranks learn."""
+        refused: OSError | None = None
+        try:
+            yield
+        except OSError as error:
+            refused = error
+        told = self._transport.all_gather(torch.tensor([int(refused is not None)]), name="saving").wait()
+        failed = told.flatten().nonzero().flatten().tolist()
+        if not failed:
             return
-        (writing / _FACTS).write_text(json.dumps(facts, indent=1) + "\n")
-        _to_disk(writing / _FACTS)
-        _to_disk(writing)
-        shutil.rmtree(final, ignore_errors=True)
-        writing.rename(final)
-        _to_disk(self.folder)
-        for old in complete(self.folder)[: -self._keep]:
-            shutil.rmtree(old)
-
-
-def _why(error: BaseException) -> str:
-    """The complaint of the first rank that has one."""
-    if isinstance(error, dcp.CheckpointException):
-        rank, (failure, _) = min(error.failures.items())
-        return f"rank {rank}: {reason(failure)}"
-    return reason(error)
-
-
-def _to_disk(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, survive the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        who = ", ".join(map(str, failed))
+        raise CheckpointError(
+            f"the checkpoint of step {step_of(final)} was not written: the disk refused {what} to rank {who}",
+            where=reason(refused) if refused is not None else f"see what rank {failed[0]} says",
+            remedy="see that the folder exists on all hosts and has space; the checkpoints before it are unharmed",
+        ) from refused

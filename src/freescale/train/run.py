@@ -20,7 +20,7 @@ from freescale.transport.world import World, leave
 
 def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False) -> int:
     """Train a config in a folder; gives the exit code of the command."""
-    newest = _newest(folder, world)
+    newest = store.newest(folder / "checkpoints", world.transport)
     if newest is not None and not resume:
         raise UsageError(
             f"there is a run in {folder} already", where=str(newest), remedy="add --resume, or choose another --out"
@@ -29,7 +29,7 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     trainer = build(config, world, folder, tensorboard=tensorboard)
     if newest is not None:
-        trainer.resume(newest)
+        trainer.resume()
     if world.leads:
         configs.save(config, folder / "config.toml")
         _link(folder)
@@ -37,14 +37,6 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
     trainer.close()
     leave()
     return 0 if finished else INTERRUPTED
-
-
-def _newest(folder: Path, world: World) -> Path | None:
-    """The newest complete checkpoint, as rank 0 sees it: all ranks must take the same."""
-    found = store.complete(folder / "checkpoints") if world.leads else []
-    number = int(found[-1].name.split("-")[1]) if found else 0
-    agreed = world.transport.total(number, name="newest checkpoint")
-    return store.named(folder / "checkpoints", agreed) if agreed else None
 
 
 def _link(folder: Path) -> None:

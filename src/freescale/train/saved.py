@@ -51,5 +51,5 @@ def open_run(run: Path, config: RunConfig, world: World) -> Saved:
         raise UsageError("the run has no complete checkpoint", where=str(run), remedy="let it train until it saves one")
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks)
     assembly = assemble(config, world, model_of(config, items=loader.known.rows))
-    store.load(found[-1], state.of_model(assembly.network, assembly.tables, world.group, world.device))
-    return Saved(config, world, assembly, loader.known.items, int(store.read_facts(found[-1])["step"]))
+    parts = state.of_model(assembly.network, assembly.tables, rank=world.rank, ranks=world.ranks)
+    return Saved(config, world, assembly, loader.known.items, store.load(found[-1], parts)["step"])

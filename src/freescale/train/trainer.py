@@ -9,14 +9,15 @@ from types import FrameType
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from freescale.balance.ahead import Batches
 from freescale.balance.cost import Cost
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
-from freescale.checkpoint import state, store
+from freescale.checkpoint import state as states
+from freescale.checkpoint import store
+from freescale.checkpoint.files import CheckpointError, DamagedError, Part
 from freescale.config import RunConfig, to_toml
 from freescale.data.batch import Batch
 from freescale.embedding.sharded import ShardedTables
@@ -25,7 +26,7 @@ from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.network import Network
 from freescale.train.step import Flight, Rates, Step
-from freescale.transport.world import World
+from freescale.transport.world import World, apart
 
 _SAME_CTRL_C = 2.0
 
@@ -58,9 +59,8 @@ class Trainer:
     def __init__(self, parts: Parts, folder: Path, journal: Journal) -> None:
         self.parts, self.done = parts, 0
         self._train, self._journal = parts.config.train, journal
-        saving = dist.new_group(backend="gloo")  # apart from training's own, since both go on at once
-        assert isinstance(saving, dist.ProcessGroup)
-        self._store = store.Store(folder / "checkpoints", keep=self._train.keep, rank=parts.world.rank, group=saving)
+        saving = apart(deadline=self._train.deadline)  # since training and saving go on at once
+        self._store = store.Store(folder / "checkpoints", keep=self._train.keep, transport=saving)
         self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
         parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
         self._meter = _Meter()
@@ -80,23 +80,29 @@ class Trainer:
                 signal.signal(kind, handler)
         return not stopped
 
-    def resume(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint, written by any number of ranks."""
-        parts, facts = self.parts, store.read_facts(checkpoint)
-        tensors = self._tensors()
-        if facts["ranks"] != parts.world.ranks:
-            del tensors[self._generator]
-            notice(
-                f"resumed on {parts.world.ranks} ranks what {facts['ranks']} wrote: torch's own generators start anew"
+    def resume(self) -> None:
+        """Continue from the newest checkpoint that all ranks can read, whatever number of ranks wrote it."""
+        transport = self.parts.world.transport
+        while (newest := store.newest(self._store.folder, transport)) is not None:
+            error, damaged = self._load(newest), 1
+            worst = transport.largest(
+                0 if error is None else damaged + (not isinstance(error, DamagedError)), name="loading"
             )
-        store.load(checkpoint, tensors)
-        if self._generator in tensors:
-            torch.set_rng_state(tensors[self._generator])
-        parts.loader.load_state_dict(facts["cursor"])
-        if parts.planner is not None and facts["balance"] is not None:
-            parts.planner.load_state_dict(facts["balance"])
-        self.done = parts.bubbles.step = int(facts["step"])
-        self._journal.say(f"resumed from {checkpoint} at step {self.done}")
+            if not worst:
+                self._journal.say(f"resumed from {newest} at step {self.done}")
+                return
+            if worst > damaged:
+                raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
+            if error is not None:
+                notice(str(error))
+            if self.parts.world.leads:
+                self._journal.say(f"{newest} is damaged, as a rank says, and set aside: the one before it is taken")
+                store.set_aside(newest)
+        raise CheckpointError(
+            "there is no checkpoint that can be read",
+            where=str(self._store.folder),
+            remedy="start anew with another --out; what was damaged is still there",
+        )
 
     def close(self) -> None:
         """Say what was set aside and what was held, and end all output."""
@@ -180,24 +186,51 @@ class Trainer:
         every = self._train.save_every or len(self.parts.loader)
         if stopped or self.done == self.parts.steps or self.done % every == 0:
             self.parts.step.settle()
-            self._store.save(self.done, self._tensors(), self._facts())
+            self._complete_the_last()
+            self._store.save(self.done, self._state(), self._facts())
         if stopped and self.done < self.parts.steps:
             self._journal.say(f"asked to stop: saving step {self.done}; --resume continues from here")
+
+    def _complete_the_last(self) -> None:
+        """A disk that refuses a checkpoint amid training may have room for the next. For the last one it may not."""
+        try:
+            self._store.wait()
+        except CheckpointError as error:
+            if error.__cause__ is not None or self.parts.world.leads:
+                notice(f"{error}\n  training goes on, and the next checkpoint will be tried")
+
+    def _load(self, checkpoint: Path) -> CheckpointError | None:
+        """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
+        parts = self.parts
+        try:
+            facts, state = store.read_facts(checkpoint), self._state()
+            if facts["ranks"] != parts.world.ranks:
+                del state[self._generator]
+                told = f"resumed on {parts.world.ranks} ranks what {facts['ranks']} wrote"
+                notice(f"{told}: torch's own generators start anew")
+            store.load(checkpoint, state)
+        except CheckpointError as error:
+            return error
+        if self._generator in state:
+            torch.set_rng_state(state[self._generator].local)
+        parts.loader.load_state_dict(facts["cursor"])
+        if parts.planner is not None and facts["balance"] is not None:
+            parts.planner.load_state_dict(facts["balance"])
+        self._cursor, self.done = facts["cursor"], facts["step"]
+        parts.bubbles.step = self.done
+        return None
 
     @property
     def _generator(self) -> str:
         return f"generator.{self.parts.world.rank}"
 
-    def _tensors(self) -> dict[str, Tensor]:
-        parts = self.parts
-        model = state.of_model(parts.network, parts.tables, parts.world.group, parts.world.device)
-        optimizer = state.of_optimizer(parts.network, parts.optimizer)
-        return model | optimizer | {self._generator: torch.get_rng_state()}
+    def _state(self) -> dict[str, Part]:
+        parts, rank = self.parts, self.parts.world.rank
+        model = states.of_model(parts.network, parts.tables, rank=rank, ranks=parts.world.ranks)
+        return model | states.of_optimizer(parts.network, parts.optimizer) | states.of_generator(rank)
 
     def _facts(self) -> dict[str, object]:
         return {
-            "step": self.done,
-            "ranks": self.parts.world.ranks,
             "cursor": self._cursor,
             "balance": self.parts.planner.state_dict() if self.parts.planner is not None else None,
             "config": to_toml(self.parts.config),

@@ -1,0 +1,185 @@
+"""Promise: any number of ranks reads what any other wrote; what was changed since is refused; nothing in it can run."""
+
+import json
+import os
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.checkpoint import files, store
+from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+
+
+def dealt(whole: torch.Tensor, rank: int, ranks: int) -> Part:
+    """The block of rows of a rank, as tables are dealt: the last ranks may have none."""
+    block = -(-len(whole) // ranks)
+    first = min(rank * block, len(whole))
+    return Part(whole[first : first + block].clone(), first, len(whole))
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        files.write(folder, rank, {name: dealt(whole, rank, ranks) for name, whole in tensors.items()})
+    files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": ranks})
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(0, 50),
+    width=st.sampled_from([(), (3,), (2, 5)]),
+    dtype=st.sampled_from(DTYPES),
+    wrote=st.integers(1, 9),
+    reads=st.integers(1, 9),
+    piece=st.integers(1, 300),
+)
+def test_any_number_of_ranks_reads_what_any_other_wrote(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    width: tuple[int, ...],
+    dtype: torch.dtype,
+    wrote: int,
+    reads: int,
+    piece: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    whole = (torch.randn(rows, *width, dtype=torch.float64) * 50).to(dtype)
+    before, files._PIECE_BYTES = files._PIECE_BYTES, piece
+    try:
+        written(folder, {"table": whole}, wrote)
+    finally:
+        files._PIECE_BYTES = before
+    for rank in range(reads):
+        part, expected = dealt(torch.zeros_like(whole), rank, reads), dealt(whole, rank, reads)
+        store.load(folder, {"table": part})
+        assert torch.equal(part.local, expected.local)
+
+
+def test_single_numbers_and_tensors_without_rows_come_back(tmp_path: Path) -> None:
+    kept = {"step": torch.tensor(41.0), "none": torch.empty(0, 4)}
+    files.write(tmp_path, 0, {name: Part.whole(value, everywhere=True) for name, value in kept.items()})
+    found = {name: Part.whole(torch.zeros_like(value), everywhere=True) for name, value in kept.items()}
+    files.read(tmp_path, 1, found)
+    assert found["step"].local == 41.0
+
+
+def saved(folder: Path) -> dict[str, Part]:
+    """A checkpoint of two ranks, and tensors to read it into."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"table": torch.randn(9, 4, generator=generator), "sum": torch.randn(9, generator=generator)}
+    written(folder, tensors, 2)
+    return {name: dealt(torch.zeros_like(whole), 0, 1) for name, whole in tensors.items()}
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    parts = saved(tmp_path / "whole")
+    random = np.random.default_rng(0)
+    for name in sorted(path.name for path in (tmp_path / "whole").iterdir()):
+        content = (tmp_path / "whole" / name).read_bytes()
+        for bit in random.choice(len(content) * 8, min(150, len(content) * 8), replace=False).tolist():
+            changed = tmp_path / "changed"
+            shutil.copytree(tmp_path / "whole", changed, dirs_exist_ok=True)
+            broken = bytearray(content)
+            broken[bit // 8] ^= 1 << bit % 8
+            (changed / name).write_bytes(broken)
+            with pytest.raises(CheckpointError):
+                store.load(changed, parts)
+    store.load(tmp_path / "whole", parts)
+
+
+def test_every_truncated_or_missing_file_is_found(tmp_path: Path) -> None:
+    parts = saved(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for length in (0, 1, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:length])
+            with pytest.raises(DamagedError):
+                store.load(tmp_path, parts)
+        path.unlink()
+        with pytest.raises(DamagedError):
+            store.load(tmp_path, parts)
+        path.write_bytes(content)
+    store.load(tmp_path, parts)
+
+
+def test_what_does_not_fit_is_told_apart_from_what_is_damaged(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for name, other, said in (
+        ("table", torch.zeros(9, 5), r"'table' is float32\[9, 4\], where this run has float32\[9, 5\]"),
+        ("table", torch.zeros(10, 4), r"float32\[10, 4\]"),
+        ("table", torch.zeros(9, 4, dtype=torch.float64), r"float64\[9, 4\]"),
+        ("bias", torch.zeros(3), r"3 of 3 rows of 'bias' are missing"),
+    ):
+        with pytest.raises(CheckpointError, match=said) as raised:
+            store.load(tmp_path, {name: Part.whole(other, everywhere=True)})
+        assert not isinstance(raised.value, DamagedError)
+    files.write_json(tmp_path / "facts.json", {"format": 2, "step": 7, "ranks": 2})
+    with pytest.raises(CheckpointError, match="install the version that wrote it"):
+        store.read_facts(tmp_path)
+
+
+class Planted:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
+    parts, mark = saved(tmp_path / "checkpoint"), tmp_path / "mark"
+    for path in sorted((tmp_path / "checkpoint").iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(pickle.dumps(Planted(mark)))
+        with pytest.raises(CheckpointError):
+            store.load(tmp_path / "checkpoint", parts)
+        torch.save(Planted(mark), path)
+        with pytest.raises(CheckpointError):
+            store.load(tmp_path / "checkpoint", parts)
+        path.write_bytes(content)
+    assert not mark.exists()
+
+
+NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=3), st.none(), st.booleans())
+VALUES = st.recursive(
+    NUMBERS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+
+
+@settings(max_examples=500, derandomize=True)
+@given(st.data())
+def test_whatever_an_index_says_only_our_own_errors_come_out(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Also where the checksum is right, since who plants a file can compute it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    parts = saved(folder)
+    name = data.draw(st.sampled_from(["facts.json", "rank-00000.json", "rank-00001.json"]))
+    content = json.loads((folder / name).read_text())["content"]
+    if isinstance(content, list):
+        entry = data.draw(st.sampled_from(content))
+        entry[data.draw(st.sampled_from(list(entry)))] = data.draw(VALUES)
+        if data.draw(st.booleans()):
+            content = data.draw(VALUES)
+    else:
+        content[data.draw(st.sampled_from(list(content)))] = data.draw(VALUES)
+    sealed = {"crc": zlib.crc32(json.dumps(content, sort_keys=True).encode()), "content": content}
+    (folder / name).write_text(json.dumps(sealed))
+    try:
+        store.load(folder, parts)
+    except CheckpointError:
+        pass
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,30 @@
+"""Promise: a disk that fails at any call of a save, or a machine that ends there, loses no complete checkpoint."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def failing_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("disk") / "disk.so"
+    source = Path(__file__).parent / "disk.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("kind", ["crash", "ENOSPC", "EIO"])
+def test_no_complete_checkpoint_is_lost_whichever_call_fails(failing_disk: Path, tmp_path: Path, kind: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.faults.disk", str(tmp_path / "run"), kind],
+        env={**os.environ, "LD_PRELOAD": str(failing_disk)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 20
