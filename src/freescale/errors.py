@@ -7,6 +7,9 @@ library raises one of these instead, with the original as its cause.
 import difflib
 from collections.abc import Iterable
 
+INTERRUPTED = 130
+"""The exit code of who was asked to end."""
+
 
 class FreeScaleError(Exception):
     """An expected failure, told in three parts."""

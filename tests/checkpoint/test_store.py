@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from freescale.checkpoint import export, store
 from freescale.checkpoint.files import CheckpointError, Part
@@ -39,14 +38,15 @@ def loaded(_world: World, path: str) -> list[float]:
 
 def refused(world: World, folder: str) -> list[str]:
     """Rank 1 has no place to write to at step 1, and has one at step 2."""
-    place = store.Store(Path(folder), keep=2, transport=apart(deadline=30))
+    link = Path(folder) / f"seen by {world.rank}"
+    (Path(folder) / "file").touch()
+    (Path(folder) / "folder").mkdir(exist_ok=True)
+    place = store.Store(link, keep=2, transport=apart(deadline=30))
     weight = {"weight": Part.whole(torch.ones(5), everywhere=False)} if world.rank else {}
     said = []
     for step in (1, 2):
-        in_the_way = Path(folder) / f"step-{step:08d}.writing" / "rank-00001.bytes"
-        if step == 1 and world.rank == 0:
-            in_the_way.mkdir(parents=True)
-        dist.barrier()
+        link.unlink(missing_ok=True)
+        link.symlink_to("file" if world.rank and step == 1 else "folder")
         place.save(step, weight, {})
         try:
             place.wait()
@@ -81,7 +81,7 @@ def test_what_the_disk_refuses_to_one_rank_all_ranks_learn_and_the_next_is_tried
     for first, second in groups[2].run(refused, str(tmp_path)):
         assert "step 1 was not written: the disk refused its part to rank 1" in first
         assert second == ""
-    assert [path.name for path in store.complete(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in store.complete(tmp_path / "folder")] == ["step-00000002"]
 
 
 def test_an_export_is_read_back_whole_and_a_changed_byte_is_seen(tmp_path: Path) -> None:

@@ -108,24 +108,41 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     assert losses(out) == losses(whole)
 
 
-def test_a_rank_that_dies_ends_the_run_soon_and_its_code_is_given(demo: Path, tmp_path: Path) -> None:
-    options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "99", "--train.log-every", "1"]
-    running = subprocess.Popen(
-        [*FREESCALE, *options, "--out", str(tmp_path / "run")],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def killed(command: list[str], *, at: str) -> tuple[int, str]:
+    """Kill the last rank of a run when it says a line; gives its exit code and what it said afterwards."""
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert running.stderr is not None
     for line in running.stderr:
-        if line.startswith("step 3/"):
+        if line.startswith(at):
             break
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
+    said = running.stderr.read()
+    return running.wait(timeout=60), said
+
+
+def test_a_rank_that_dies_ends_the_run_soon_if_nothing_may_start_again(demo: Path, tmp_path: Path) -> None:
+    options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "99", "--train.log-every", "1"]
     begin = time.monotonic()
-    running.stderr.read()
-    assert running.wait(timeout=60) != 0
-    assert time.monotonic() - begin < 45
+    code, said = killed([*FREESCALE, *options, "--out", str(tmp_path / "run"), "--restarts", "0"], at="step 3/")
+    assert code == 1
+    assert "ranks that do not answer: 1" in said
+    assert "local rank 1 of host 0 ended by signal 9; no restarts are left" in said
+    assert time.monotonic() - begin < 90
+
+
+def test_a_rank_that_dies_is_started_again_and_nothing_is_lost(
+    uninterrupted: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    (options, whole), out = uninterrupted, tmp_path / "killed"
+    code, said = killed([*FREESCALE, *options, "--out", str(out)], at="step 15/")
+    assert code == 0, said
+    assert "resumed from" in said
+    assert losses(out) == losses(whole)
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (recovery,) = [entry for entry in entries if entry["kind"] == "recovery"]
+    assert recovery["why"] == "local rank 1 of host 0 ended by signal 9"
+    assert 0 < recovery["seconds"] < 60
 
 
 def test_a_run_is_not_overwritten_and_none_is_resumed_from_nothing(demo: Path, trained: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Checkpoints in a folder: written behind training, under another name until complete, the newest few kept.
 
-    checkpoints/step-00000480/          complete: the name is given only when every rank has written
-    checkpoints/step-00000960.writing/  not complete, and ignored
-    checkpoints/step-00000960.damaged/  was complete, could not be read again, and is ignored
+    checkpoints/step-00000480/               complete: the name is given only when every rank has written
+    checkpoints/step-00000960-MARK.writing/  not complete, and ignored
+    checkpoints/step-00000960.damaged/       was complete, could not be read again, and is ignored
 
 The folder must be one that all ranks see. What the files of a rank look like, `files` knows.
 """
 
 import contextlib
+import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,8 @@ class Store:
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="freescale-save")
         self._saving: Future[None] | None = None
+        # Ranks of an earlier start that was cut off may still write: they must not write into our files.
+        self._mark = transport.total(secrets.randbits(62) if self._rank == 0 else 0, name="mark")
         if self._rank == 0:
             for left_behind in folder.glob(f"step-*{_WRITING}"):
                 shutil.rmtree(left_behind)
@@ -116,7 +119,7 @@ class Store:
 
     def _write(self, final: Path, own: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
         """Write the own files; when all ranks have, rank 0 gives the checkpoint its name."""
-        writing = final.with_name(final.name + _WRITING)
+        writing = final.with_name(f"{final.name}-{self._mark:x}{_WRITING}")
         with self._all_or_none("its part", final):
             writing.mkdir(parents=True, exist_ok=True)
             files.write(writing, self._rank, own)

@@ -10,7 +10,7 @@ import tyro
 
 from freescale import page
 from freescale.cli.options import parse, print_json, print_table
-from freescale.train.launch import launched_instead
+from freescale.launch import launched_instead
 
 if TYPE_CHECKING:
     from freescale.transport.probe import Measured

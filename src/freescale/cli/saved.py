@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.train.launch import launched_instead
+from freescale.launch import launched_instead
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved

@@ -9,7 +9,7 @@ import tyro
 
 from freescale.cli.options import parse, print_json, print_table
 from freescale.errors import UsageError
-from freescale.train.launch import launched_instead
+from freescale.launch import launched_instead
 
 _DEADLINE = 60.0
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from freescale import config
 from freescale.errors import UsageError
-from freescale.train.launch import launched_instead
+from freescale.launch import launched_instead
+from freescale.launch.hosts import Hosts
 
 _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
   freescale train tiny --data data/demo --nproc 2
+  freescale train run.toml --nproc 8 --hosts 2:4 --meet 10.0.0.1:29400    (on every host)
   torchrun --nproc-per-node 2 -m freescale train run.toml
   srun freescale train run.toml
 """
@@ -22,7 +24,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     run_config = config.resolve(options.source, overrides, prog=f"{prog} {options.source}")
     if not run_config.data.path:
         raise UsageError("no data is given", remedy=f"{prog} {options.source} --data FOLDER")
-    code = launched_instead(["train", *argv], ranks=options.nproc)
+    hosts = Hosts.parse(options.hosts, options.meet)
+    code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
     return _train(run_config, options) if code is None else code
 
 
@@ -33,6 +36,9 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument("source", help=f"a .toml file or a recipe: {', '.join(config.RECIPES)}")
     parser.add_argument("--data", help="folder of the data set (data.path)")
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
+    parser.add_argument("--restarts", type=int, default=3, help="how often lost ranks are started again (default: 3)")
+    parser.add_argument("--hosts", default="", metavar="LEAST:MOST", help="how many hosts take part, each with --nproc")
+    parser.add_argument("--meet", default="", metavar="HOST:PORT", help="where they meet; on every host the same")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")

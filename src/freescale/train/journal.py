@@ -60,6 +60,16 @@ class Journal:
                 if isinstance(value, float):
                     self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
 
+    def rewind(self, step: int) -> None:
+        """Drop entries beyond a step, which will be done again, and half a line that may have been left."""
+        if not self._leads:
+            return
+        path = Path(self._file.name)
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _upto(line, step)]
+        self._file.close()
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         """End all output."""
         if not self._leads:
@@ -69,6 +79,13 @@ class Journal:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _upto(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _bar(steps: int) -> Progress:

@@ -12,24 +12,26 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint import store
 from freescale.config import RunConfig
-from freescale.errors import UsageError
+from freescale.errors import INTERRUPTED, UsageError
 from freescale.train.build import build
-from freescale.train.launch import INTERRUPTED
-from freescale.transport.world import World, leave
+from freescale.transport.world import World, generation, leave
 
 
 def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False) -> int:
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)
-    if newest is not None and not resume:
+    again = generation() > 0
+    if newest is not None and not resume and not again:
         raise UsageError(
             f"there is a run in {folder} already", where=str(newest), remedy="add --resume, or choose another --out"
         )
-    if newest is None and resume:
+    if newest is None and resume and not again:
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     trainer = build(config, world, folder, tensorboard=tensorboard)
     if newest is not None:
         trainer.resume()
+    elif again:
+        trainer.begin_again()
     if world.leads:
         configs.save(config, folder / "config.toml")
         _link(folder)

@@ -1,5 +1,6 @@
 """The loop around the step: epochs, learning rates, progress, evaluation, checkpoints, and a clean end when asked."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.network import Network
 from freescale.train.step import Flight, Rates, Step
-from freescale.transport.world import World, apart
+from freescale.transport.world import World, apart, generation
 
 _SAME_CTRL_C = 2.0
 
@@ -89,7 +90,7 @@ class Trainer:
                 0 if error is None else damaged + (not isinstance(error, DamagedError)), name="loading"
             )
             if not worst:
-                self._journal.say(f"resumed from {newest} at step {self.done}")
+                self._go_on(f"resumed from {newest} at step {self.done}")
                 return
             if worst > damaged:
                 raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
@@ -103,6 +104,15 @@ class Trainer:
             where=str(self._store.folder),
             remedy="start anew with another --out; what was damaged is still there",
         )
+
+    def begin_again(self) -> None:
+        """Train from the beginning, where an earlier start of this run ended before its first checkpoint."""
+        self._go_on("there is no checkpoint yet: training begins again")
+
+    def _go_on(self, how: str) -> None:
+        """Drop what was noted beyond here by who was lost, and say it."""
+        self._journal.rewind(self.done)
+        self._journal.say(how)
 
     def close(self) -> None:
         """Say what was set aside and what was held, and end all output."""
@@ -121,6 +131,7 @@ class Trainer:
             following = None if taken is None else taken[0]
             flight = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
             self.done += 1
+            self._note_recovery()
             with self.parts.world.transport.named("bubbles"):
                 bubbles.end_step(self._work(batch))
             stopped = flight.stop
@@ -133,6 +144,15 @@ class Trainer:
                 taken = next(batches, None)
         step.close()
         return stopped and self.done < self.parts.steps
+
+    def _note_recovery(self) -> None:
+        """Once, when the first step is done after a start that followed a loss: how long that took."""
+        lost_at = float(os.environ.pop("FREESCALE_LOST_AT", "0"))
+        if lost_at:
+            entry = {"kind": "recovery", "step": self.done, "generation": generation()}
+            why, seconds = os.environ.get("FREESCALE_LOST", ""), time.time() - lost_at
+            self._journal.write(entry | {"why": why, "seconds": seconds})
+            self._journal.say(f"recovered in {seconds:.1f} s: {why}")
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
         """All batches that are still to be computed, and where the loader stands behind each."""

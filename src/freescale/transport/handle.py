@@ -6,6 +6,7 @@ the store; who still waits looks there now and then, gives up too and signs; and
 signed is named.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ Out = TypeVar("Out", covariant=True)
 _GRACE_SECONDS = 2.5
 LOOK_SECONDS = 1.0
 """How long a rank waits before it looks whether another has given up; less than the grace."""
+_STORE_SECONDS = 5.0
 _FAILED = "freescale/failed"
 
 
@@ -36,7 +38,7 @@ class Peers:
 
     def require_all(self) -> None:
         """Fail if the wait of another rank has failed."""
-        if self.store.check([_FAILED]):
+        if _answered(lambda: self.store.check([_FAILED]), LOOK_SECONDS):
             raise RuntimeError("another rank has given up")
 
     def silent(self) -> list[int]:
@@ -60,7 +62,9 @@ class Peers:
     def failure(self, operation: str, error: Exception) -> TransportError:
         """Say what failed on this rank, and who is not there any more."""
         try:
-            silent = self.silent()
+            silent = _answered(self.silent, _GRACE_SECONDS + _STORE_SECONDS)
+            if silent is None:
+                raise RuntimeError("the store does not answer")
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
         except RuntimeError:
             who = "the store does not answer, so its host is probably gone"
@@ -69,6 +73,25 @@ class Peers:
             where=reason(error),
             remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
         )
+
+
+def _answered(ask: Callable[[], T], seconds: float) -> T | None:
+    """What the store answers; None if it does not in time. Behind a link that was cut, a call to it never returns."""
+    answers: list[T | Exception] = []
+
+    def listen() -> None:
+        try:
+            answers.append(ask())
+        except RuntimeError as error:
+            answers.append(error)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    listener.join(seconds)
+    answer = answers[0] if answers else None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class Flight(Protocol):

@@ -47,6 +47,11 @@ def launched() -> bool:
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)
 
 
+def generation() -> int:
+    """How often a launcher has started these ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> World:
     """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
 
@@ -179,4 +184,4 @@ def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
             where=reason(error),
             remedy="see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port",
         ) from error
-    return dist.PrefixStore(f"freescale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"freescale/{generation()}", store)
