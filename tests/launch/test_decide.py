@@ -1,4 +1,4 @@
-"""Promise: what becomes of a run is decided the same way every time: start again if that helps, else end and say why."""
+"""Promise: what becomes of a run is decided alike every time: start again if that helps, else end and say why."""
 
 import pytest
 

@@ -104,7 +104,7 @@ class Packing:
         by_feature = []
         for events in self._groups.values():
             chosen = torch.from_numpy(samples)
-            rows = _rows(events, chosen)
+            rows = events.rows_of(chosen)
             before = np.concatenate([[0], events.lengths[chosen].cumsum(0).numpy()])
             counts = np.diff(before[np.append(first, len(samples))]).tolist()
             for values in events.features.values():
@@ -120,7 +120,7 @@ class Packing:
         found = {}
         for place, (name, events) in enumerate(self._groups.items()):
             counts = torch.cat([events.lengths[kept], torch.from_numpy(lengths[:, place])])
-            rows = _rows(events, kept)
+            rows = events.rows_of(kept)
             features = {n: torch.cat([v[rows], *arrived[name][n]]) for n, v in events.features.items()}
             found[name] = Events(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), features)
         return found
@@ -137,13 +137,6 @@ class Packing:
                     found[name][feature].append(_from_bytes(got[begin:end], like, count))
                     begin = end
         return found
-
-
-def _rows(events: Events, samples: Tensor) -> Tensor:
-    """Where the rows of some samples stand."""
-    lengths = events.lengths[samples]
-    before = lengths.cumsum(0) - lengths
-    return (events.offsets[samples] - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _row_bytes(values: Tensor) -> int:

@@ -21,6 +21,7 @@ from freescale.bubbles.events import RankStep
 from freescale.bubbles.gather import Arrivals, Sums
 from freescale.bubbles.ledger import account, computed
 from freescale.bubbles.recorder import Marks, Recorder
+from freescale.bubbles.ring import Ring
 
 T = TypeVar("T")
 _ALIGN_EVERY = 16  # intervals: between hosts it is a meeting of all ranks, the only one
@@ -50,7 +51,8 @@ class Bubbles:
         # A group of its own: its traffic must never come between training's collectives.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
         assert isinstance(group, dist.ProcessGroup)
-        self.recorder = Recorder(group.rank(), clock_of(device))
+        self._ring = Ring(folder, group.rank())
+        self.recorder = Recorder(group.rank(), clock_of(device), self._ring)
         self.step = 0
         """How many were done; a resumed run sets it."""
         self.watcher: Callable[[int, int], None] | None = None
@@ -96,13 +98,23 @@ class Bubbles:
                 self._ask()
 
     def close(self) -> None:
-        """Work off what is still open. All ranks must come."""
+        """Work off what is still open: the run has ended well. All ranks must come."""
+        self._work_off()
+        self._ring.remove()
+
+    def _work_off(self) -> None:
         self._read_and_keep(None)
         self._ask()
         self._share_out()
         if self._sums.steps:
             self._end_interval(self.step)
         self._write_interval()
+
+    def go_back(self, step: int) -> None:
+        """Steps beyond this one will be done again. All ranks must come."""
+        self._work_off()
+        self.step, self._warm, self._intervals = step, False, 0
+        self.restart()
 
     def _read_and_keep(self, marks: Marks | None) -> None:
         """Marks can be read without waiting a step after they were made."""

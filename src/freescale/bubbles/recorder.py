@@ -3,13 +3,14 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from freescale.bubbles.clock import Clock, HostClock
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
+from freescale.bubbles.ring import Ring
 
 T = TypeVar("T")
 _KNOWN, _HOST = frozenset(CAUSES), HostClock()
@@ -28,6 +29,8 @@ class Flight:
     waited: Any = None
     """Since when the rank can do nothing but wait for it, if it does."""
     done: Any = None
+    ends: Callable[[], None] | None = None
+    """Is called when it is done."""
 
     def waits(self) -> None:
         """From here on this rank can do nothing but wait for it. A thread behind the step holds nothing up."""
@@ -38,6 +41,8 @@ class Flight:
         """It is done."""
         if self.done is None:
             self.done = self.clock.mark()
+            if self.ends is not None:
+                self.ends()
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,11 @@ class Marks:
 class Recorder:
     """What this rank does, step by step."""
 
-    def __init__(self, rank: int, clock: Clock | None = None) -> None:
+    def __init__(self, rank: int, clock: Clock | None = None, ring: Ring | None = None) -> None:
+        """`ring`: keeps the last operations for whoever asks what a lost rank did."""
         self.rank, self.ahead = rank, 0
         """`ahead`: what to add to this rank's clock to get the one that all ranks share."""
+        self._ring = ring
         self._clock: Clock = clock or HostClock()
         self._kind, self._cuts = TRAFFIC[-1], 0
         self._lock = threading.Lock()
@@ -79,11 +86,13 @@ class Recorder:
         if cause in TRAFFIC:
             self._kind, kind = cause, "host"
         begin = self._clock.mark()
+        self._note("in", cause)
         try:
             yield
         finally:
             self._spans.append((kind, begin, self._clock.mark()))
             self._kind = before
+            self._note("out", cause)
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -118,9 +127,15 @@ class Recorder:
         with self._lock:
             self._names[name] += 1
             unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
-            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone, size)
+            ends = None if self._ring is None else lambda: self._note("out", name)
+            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone, size, ends=ends)
             self._flights.append(flight)
+        self._note("in", name)
         return flight
+
+    def _note(self, phase: str, what: str) -> None:
+        if self._ring is not None:
+            self._ring.note(self._cuts, phase, what)
 
     def cut(self, step: int, work: float = 0.0) -> Marks:
         """End the step here; the next one begins at the same moment. What is still in flight belongs to both."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from freescale.bubbles import records
+from freescale.bubbles import records, ring
 from freescale.bubbles.kineto.traces import read as read_traces
 from freescale.bubbles.records import Recorded
 from freescale.bubbles.report import HEADER, advice, chosen, headline, report, rows
@@ -39,6 +39,8 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Print where the time went; write the page and the trace."""
     options = parse(Options, argv, prog)
+    for run in () if options.json else options.runs:
+        _tell_how_it_was_lost(run)
     found = _read(options, prog)
     if len(found) == 2:
         _compare(found, as_json=options.json)
@@ -49,11 +51,28 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print_json(_figures(summary) | {name: str(path) for name, path in written.items()})
         return 0
-    sys.stdout.write(headline(summary) + "\n")
+    sys.stdout.write(headline(summary) + "\n" + _recoveries(folder))
     print_table(str(folder), HEADER, rows(summary.lines))
     sys.stdout.write("".join(f"{cause}: {text}\n" for cause, text in advice(summary.lines)))
     sys.stdout.write("".join(f"{name}: {path}\n" for name, path in written.items()))
     return 0
+
+
+def _tell_how_it_was_lost(run: Path) -> None:
+    """What every rank was about when a start of this run did not end well."""
+    if lost := ring.read(run):
+        header = ["rank", "step of its start", "begun and not ended", "silent before the last"]
+        print_table("last operations of a start that was lost, or still runs", header, ring.stuck(lost), words=(2,))
+
+
+def _recoveries(run: Path) -> str:
+    """How often ranks were started again, and how long it took until they had done a step."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    took = [entry["seconds"] for entry in map(json.loads, lines) if entry["kind"] == "recovery"]
+    if not took:
+        return ""
+    return f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s\n"
 
 
 def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:

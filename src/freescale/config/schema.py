@@ -166,6 +166,10 @@ class TrainConfig:
     """Where decay ends, as a share of the full rate."""
     clip: float = 0.0
     """Largest norm of the dense gradient; 0 leaves it alone."""
+    on_fault: Literal["stop", "skip", "rollback"] = "stop"
+    """When a loss or gradient is not a number. skip: the step changes nothing. rollback: again without the samples."""
+    spike: float = 0.0
+    """A dense gradient so many times the median of the last 64 counts as such a fault; 0: none does."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: the forward pass in autocast. fp64: for proofs; sharded tables are then plain torch (FBGEMM has none)."""
     micro_batches: int = 1
@@ -175,7 +179,9 @@ class TrainConfig:
     evaluate_every: int = 0
     """Epochs between two evaluations; 0 evaluates at the end only."""
     save_every: int = 0
-    """Steps between two checkpoints; 0 saves at the end of every epoch."""
+    """Steps between two checkpoints; 0 saves at the end of every epoch, and between as often as failures make worth."""
+    hours_between_failures: float = 24.0
+    """As expected before any was seen; read with save_every = 0."""
     keep: int = 2
     """Checkpoints kept."""
     deadline: float = 600.0
@@ -184,9 +190,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "micro_batches", "log_every", "keep"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("max_steps", "warmup_steps", "evaluate_every", "save_every", "clip", "final_lr", "weight_decay"):
+        counts = ("max_steps", "warmup_steps", "evaluate_every", "save_every")
+        for name in (*counts, "clip", "spike", "final_lr", "weight_decay"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
-        for name in ("lr", "deadline"):
+        for name in ("lr", "deadline", "hours_between_failures"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "at least 0 and below 1")

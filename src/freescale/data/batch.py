@@ -4,7 +4,7 @@ This is the door from numpy to torch; everything under it in this room works wit
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,18 @@ class Events:
         """The same on another device."""
         features = {name: values.to(device, non_blocking=True) for name, values in self.features.items()}
         return Events(self.offsets.to(device, non_blocking=True), features)
+
+    def rows_of(self, samples: torch.Tensor) -> torch.Tensor:
+        """Where the values of some samples stand."""
+        lengths = self.lengths[samples]
+        before = lengths.cumsum(0) - lengths
+        return (self.offsets[samples] - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+
+    def only(self, samples: torch.Tensor) -> "Events":
+        """Those of some samples."""
+        rows, lengths = self.rows_of(samples), self.lengths[samples]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return Events(offsets, {name: values[rows] for name, values in self.features.items()})
 
     def between(self, begin: int, end: int) -> "Events":
         """Those of samples [begin, end), without a copy of their values."""
@@ -83,6 +95,21 @@ class Batch:
         """Cut into so many batches of about equally many samples, some of them maybe empty."""
         cuts = [len(self) * i // count for i in range(count + 1)]
         return [self._between(begin, end) for begin, end in itertools.pairwise(cuts)] if count > 1 else [self]
+
+    def without(self, left_out: Collection[int]) -> "Batch":
+        """All samples but some, wherever they are."""
+        kept = ~torch.isin(self.sample_id, torch.tensor(sorted(left_out), dtype=torch.int64))
+        if kept.all():
+            return self
+        samples = kept.nonzero()[:, 0]
+        return replace(
+            self,
+            sample_id=self.sample_id[samples],
+            scalars={name: values[samples] for name, values in self.scalars.items()},
+            history=self.history.only(samples),
+            candidates=self.candidates.only(samples) if self.candidates else None,
+            targets=self.targets.only(samples) if self.targets else None,
+        )
 
     def _between(self, begin: int, end: int) -> "Batch":
         return replace(

@@ -28,6 +28,7 @@ from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.train.evaluate import evaluation_of
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
+from freescale.train.numbers import Judge
 from freescale.train.step import Step
 from freescale.train.trainer import Parts, Trainer
 from freescale.transport.choose import Chosen, choose, for_samples
@@ -103,6 +104,7 @@ def build(
         world,
         bubbles.recorder,
         ways=ways,
+        judge=Judge(config.train.spike),
         micro_batches=config.train.micro_batches,
         clip=config.train.clip,
         autocast=config.train.precision == "bf16",

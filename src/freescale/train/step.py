@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.recorder import Recorder
 from freescale.data.batch import Batch
-from freescale.embedding.prioritized import Journey
+from freescale.embedding.prioritized import Journey, given
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.lanes import Lanes
 from freescale.train.network import Network
+from freescale.train.numbers import Judge, are_finite, culprits
 from freescale.transport.choose import Chosen
 from freescale.transport.world import World
 
@@ -52,6 +53,12 @@ class Flight:
     """Terms of the loss: of this rank, and once agreed of all ranks."""
     losses: list[Tensor] = field(default_factory=list)
     """This rank's share of the mean loss, by micro-batch."""
+    norm: Tensor | None = None
+    """Of the dense gradient, the same on all ranks."""
+    fault: str = ""
+    """What is wrong with the numbers of this step, if anything: the same on all ranks. Then it changes nothing."""
+    lacking: bool = False
+    """Whether any rank kept back gradients of rows in an earlier step, in which the others learnt from theirs."""
 
     @property
     def loss(self) -> float:
@@ -72,12 +79,18 @@ class Step:
         recorder: Recorder,
         *,
         ways: Chosen,
+        judge: Judge,
         micro_batches: int = 1,
         clip: float = 0.0,
         autocast: bool = False,
     ) -> None:
         self._parallel, self._optimizer, self._world, self._ways = parallel, optimizer, world, ways
         self._network: Network = parallel.module
+        self.judge = judge
+        self.culprits: list[int] = []
+        """Samples of this rank that gave what is not a number, until somebody has dealt with them."""
+        self.lacking = False
+        """Whether this rank has kept back such gradients of rows, though the dense ones were sound."""
         self._micro_batches, self._clip, self._autocast = micro_batches, clip, autocast
         self._lanes: Lanes[Flight] = Lanes(
             schedule,
@@ -106,6 +119,11 @@ class Step:
         """Bring the tables to where they stand after the last step, whatever was put off."""
         self._lanes.executor.settle()
 
+    def forget(self) -> None:
+        """Drop what was fetched ahead, and what is known of numbers that were none: somebody goes back."""
+        self._lanes.executor.forget()
+        self.culprits, self.lacking = [], False
+
     def report(self) -> list[str]:
         """What travelling behind compute cost, for people."""
         if not self.looks_ahead:
@@ -127,9 +145,9 @@ class Step:
 
     def agree(self, flight: Flight, operation: Operation) -> None:
         """Add up the terms of the loss over all ranks, and whether anyone wants to stop."""
-        numbers = torch.tensor([flight.count, int(flight.stop)], device=self._world.device)
-        count, stop = self._ways.of(operation.lane).all_reduce(numbers, name="count").wait().tolist()
-        flight.count, flight.stop = count, stop > 0
+        numbers = torch.tensor([flight.count, int(flight.stop), int(self.lacking)], device=self._world.device)
+        count, stop, lacking = self._ways.of(operation.lane).all_reduce(numbers, name="count").wait().tolist()
+        flight.count, flight.stop, flight.lacking = count, stop > 0, lacking > 0
 
     def forward(self, flight: Flight, operation: Operation) -> None:
         """Sum the losses of a micro-batch and divide by the count of all ranks: where a sample is cannot matter."""
@@ -144,15 +162,32 @@ class Step:
         """Gradients of rows and of the dense part; DDP adds the latter up over all ranks meanwhile."""
         with self._syncs(operation.part), self._world.transport.named("dense gradients"):
             flight.losses[operation.part].backward()
+        if operation.part == self._micro_batches - 1:
+            self._judge(flight)
 
     def update_dense(self, flight: Flight, _: Operation) -> None:
         """Change the dense part, the same on every rank."""
         if self._clip:
-            torch.nn.utils.clip_grad_norm_(self._parallel.parameters(), self._clip)
+            torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._clip, given(flight.norm))
         for group in self._optimizer.param_groups:
             group["lr"] = flight.rates.dense
-        self._optimizer.step()
+        if not flight.fault:
+            self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _judge(self, flight: Flight) -> None:
+        """See that gradients can be used, before anything is changed by them. On a GPU the host waits here for them."""
+        gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
+        flight.norm = torch.nn.utils.get_total_norm(gradients)
+        flight.fault = self.judge.fault(float(flight.norm))
+        moved = flight.journey.rows or {}
+        of_rows = [values.grad for values in moved.values() if values.grad is not None]
+        sound = are_finite([*of_rows, *(loss.detach() for loss in flight.losses)])
+        if flight.fault or not sound:
+            self.culprits += culprits(self._network, flight.batch.to(self._world.device), flight.journey.rows)
+            self.lacking = self.lacking or not flight.fault
+            for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
+                gradient.zero_()
 
     def _syncs(self, part: int) -> contextlib.AbstractContextManager[None]:
         """Gradients of micro-batches gather here; only the last one has them added up over the ranks."""

@@ -1,5 +1,6 @@
 """The loop around the step: epochs, learning rates, progress, evaluation, checkpoints, and a clean end when asked."""
 
+import math
 import os
 import signal
 import time
@@ -24,12 +25,15 @@ from freescale.data.batch import Batch
 from freescale.embedding.sharded import ShardedTables
 from freescale.log import notice
 from freescale.train import rates
+from freescale.train.interval import Interval
 from freescale.train.journal import Journal
 from freescale.train.network import Network
+from freescale.train.numbers import Fault, gathered
 from freescale.train.step import Flight, Rates, Step
 from freescale.transport.world import World, apart, generation
 
 _SAME_CTRL_C = 2.0
+_MOST_FAULTS_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,12 @@ class Trainer:
         self._meter = _Meter()
         self._cursor = parts.loader.state_dict()
         self._asked_at = 0.0
+        self._interval = Interval(hours_between_failures=self._train.hours_between_failures)
+        self._saved_at = self._save_at = 0
+        """Steps: of the last checkpoint, and of the next as rank 0 has chosen it."""
+        self._left_out: set[int] = set()
+        """Samples that gave what is not a number, and are trained on no more."""
+        self._faults_in_a_row = 0
 
     def fit(self) -> bool:
         """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
@@ -121,6 +131,15 @@ class Trainer:
         self._journal.close()
 
     def _run(self) -> bool:
+        if self._train.on_fault != "stop" and not self.done:
+            self._save()  # what to go back to
+        while (stopped := self._train_on()) is None:
+            self._go_back()
+        self.parts.step.close()
+        return stopped and self.done < self.parts.steps
+
+    def _train_on(self) -> bool | None:
+        """Step after step; gives whether somebody asked to stop, or None if training has to go back."""
         stopped, bubbles, step = False, self.parts.bubbles, self.parts.step
         bubbles.restart()
         batches = bubbles.each("data", self._batches())
@@ -135,6 +154,8 @@ class Trainer:
             with self.parts.world.transport.named("bubbles"):
                 bubbles.end_step(self._work(batch))
             stopped = flight.stop
+            if self._has_to_go_back(flight):
+                return None
             with bubbles.during("host"):
                 self._tell_if_due(flight)
             self._evaluate_if_due()
@@ -142,14 +163,46 @@ class Trainer:
                 self._save_if_due(stopped)
             if not step.looks_ahead and not stopped:
                 taken = next(batches, None)
-        step.close()
-        return stopped and self.done < self.parts.steps
+        return stopped
+
+    def _has_to_go_back(self, flight: Flight) -> bool:
+        """Do what the config says about numbers that are none. All ranks see them in the same step."""
+        transport, step = self.parts.world.transport, self.parts.step
+        lacking = flight.lacking
+        if not lacking and not flight.fault and self._saves_now(flight.stop):  # nothing unsound is ever saved
+            lacking = transport.total(int(step.lacking), name="numbers") > 0
+        if not lacking and not flight.fault:
+            self._faults_in_a_row = 0
+            return False
+        self._faults_in_a_row += 1
+        samples = gathered(step.culprits, transport)
+        fault = Fault(self.done, flight.fault or "the gradient of a row is not finite", samples)
+        if self._train.on_fault == "stop" or self._faults_in_a_row > _MOST_FAULTS_IN_A_ROW:
+            raise fault.error()
+        goes_back = lacking or (self._train.on_fault == "rollback" and bool(set(samples) - self._left_out))
+        if goes_back and not set(samples) - self._left_out:
+            raise fault.error()  # nobody is left to leave out
+        self._left_out |= set(samples) if goes_back else set()
+        self._journal.write(fault.entry(kept=not goes_back))
+        self._journal.say(f"{fault}: {'going back to leave them out' if goes_back else 'the step changes nothing'}")
+        step.culprits = []
+        return goes_back
+
+    def _go_back(self) -> None:
+        """Take the newest checkpoint and train on from there without what was found unsound."""
+        self.parts.step.forget()
+        self._complete_the_last()
+        self.resume()
+        with self.parts.world.transport.named("bubbles"):
+            self.parts.bubbles.go_back(self.done)
+        self._meter.restart()
 
     def _note_recovery(self) -> None:
         """Once, when the first step is done after a start that followed a loss: how long that took."""
         lost_at = float(os.environ.pop("FREESCALE_LOST_AT", "0"))
         if lost_at:
             entry = {"kind": "recovery", "step": self.done, "generation": generation()}
+            self._interval.failed()
             why, seconds = os.environ.get("FREESCALE_LOST", ""), time.time() - lost_at
             self._journal.write(entry | {"why": why, "seconds": seconds})
             self._journal.say(f"recovered in {seconds:.1f} s: {why}")
@@ -159,7 +212,7 @@ class Trainer:
         left = self.parts.steps - self.done
         while left > 0:
             for batch in self.parts.loader:
-                yield batch, self.parts.loader.state_dict()
+                yield batch.without(self._left_out), self.parts.loader.state_dict()
                 left -= 1
                 if not left:
                     return
@@ -182,9 +235,12 @@ class Trainer:
         if self.done % self._train.log_every and self.done != self.parts.steps:
             return
         values, seconds = self._meter.take()
+        chosen = self._saved_at + math.ceil(self._interval.seconds * float(values[-1]) / seconds)
+        values = torch.cat([values, torch.tensor([chosen if self.parts.world.leads else 0.0])])
         values = values.to(self.parts.world.device)
         total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
         steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
+        self._save_at = max(int(total[4]), self.done + 1)
         entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
         entry |= {"lr": flight.rates.dense, "seconds": seconds / steps}
         self._journal.progress(self.done, entry, seconds_left=(self.parts.steps - self.done) * seconds / steps)
@@ -202,12 +258,22 @@ class Trainer:
         self._meter.restart()
         self.parts.bubbles.restart()
 
+    def _saves_now(self, stopped: bool) -> bool:
+        if stopped or self.done == self.parts.steps or self._train.save_every:
+            return stopped or self.done == self.parts.steps or self.done % self._train.save_every == 0
+        return self.done % len(self.parts.loader) == 0 or self.done == self._save_at
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self.parts.step.settle()
+        self._complete_the_last()
+        self._store.save(self.done, self._state(), self._facts())
+        self._interval.saved(time.perf_counter() - began)
+        self._saved_at = self.done
+
     def _save_if_due(self, stopped: bool) -> None:
-        every = self._train.save_every or len(self.parts.loader)
-        if stopped or self.done == self.parts.steps or self.done % every == 0:
-            self.parts.step.settle()
-            self._complete_the_last()
-            self._store.save(self.done, self._state(), self._facts())
+        if self._saves_now(stopped):
+            self._save()
         if stopped and self.done < self.parts.steps:
             self._journal.say(f"asked to stop: saving step {self.done}; --resume continues from here")
 
@@ -236,7 +302,11 @@ class Trainer:
         parts.loader.load_state_dict(facts["cursor"])
         if parts.planner is not None and facts["balance"] is not None:
             parts.planner.load_state_dict(facts["balance"])
+        parts.step.judge.load_state_dict(facts["norms"])
+        self._left_out |= set(facts["left_out"])
+        self._interval.load_state_dict(facts["interval"])
         self._cursor, self.done = facts["cursor"], facts["step"]
+        self._saved_at, self._save_at = self.done, 0
         parts.bubbles.step = self.done
         return None
 
@@ -252,6 +322,9 @@ class Trainer:
     def _facts(self) -> dict[str, object]:
         return {
             "cursor": self._cursor,
+            "interval": self._interval.state_dict(),
+            "norms": self.parts.step.judge.state_dict(),
+            "left_out": sorted(self._left_out),
             "balance": self.parts.planner.state_dict() if self.parts.planner is not None else None,
             "config": to_toml(self.parts.config),
         }
@@ -276,14 +349,14 @@ class _Meter:
         self._since = time.perf_counter()
 
     def count(self, flight: Flight) -> None:
-        self._losses += [loss.detach() for loss in flight.losses]
+        self._losses += [loss.detach() for loss in flight.losses if not flight.fault]
         self._samples += len(flight.batch)
         self._tokens += int(flight.batch.history.offsets[-1])
         self._steps += 1
 
     def take(self) -> tuple[Tensor, float]:
         """Loss, samples, tokens and steps, and the seconds they took; counting starts anew."""
-        loss = torch.stack(self._losses).double().sum().cpu()
+        loss = torch.stack(self._losses).double().sum().cpu() if self._losses else 0.0
         values = torch.tensor([float(loss), self._samples, self._tokens, self._steps], dtype=torch.float64)
         seconds = time.perf_counter() - self._since
         self.restart()
