@@ -26,26 +26,21 @@ if TYPE_CHECKING:
     from freescale.embedding.transported import TransportEmbeddingSharder as TransportEmbeddingSharder
     from freescale.train.pipeline import Pipeline as Pipeline
 
-_HOMES = {
-    "BalanceConfig": "freescale.config.schema",
-    "BalancedLoader": "freescale.balance.loader",
-    "Batch": "freescale.data.batch",
-    "Bubbles": "freescale.bubbles.book",
-    "Cost": "freescale.balance.cost",
-    "DataConfig": "freescale.config.schema",
-    "Events": "freescale.data.batch",
-    "Loader": "freescale.data.loader",
-    "ModelConfig": "freescale.config.schema",
-    "Pipeline": "freescale.train.pipeline",
-    "PrioritizedEmbeddingSharder": "freescale.embedding.sharder",
-    "RunConfig": "freescale.config.schema",
-    "TablesConfig": "freescale.config.schema",
-    "TaskConfig": "freescale.config.schema",
-    "TrainConfig": "freescale.config.schema",
-    "TransportConfig": "freescale.config.schema",
-    "TransportEmbeddingSharder": "freescale.embedding.transported",
+_ROOMS = {
+    "balance.cost": ["Cost"],
+    "balance.loader": ["BalancedLoader"],
+    "bubbles.book": ["Bubbles"],
+    "config.schema": [
+        f"{part}Config" for part in ("Balance", "Data", "Model", "Run", "Tables", "Task", "Train", "Transport")
+    ],
+    "data.batch": ["Batch", "Events"],
+    "data.loader": ["Loader"],
+    "embedding.sharder": ["PrioritizedEmbeddingSharder"],
+    "embedding.transported": ["TransportEmbeddingSharder"],
+    "train.pipeline": ["Pipeline"],
 }
-__all__ = list(_HOMES)
+_HOMES = {name: f"freescale.{room}" for room, names in _ROOMS.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

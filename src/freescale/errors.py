@@ -23,12 +23,8 @@ class FreeScaleError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"  where:  {self.where}")
-        if self.remedy:
-            lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        told = {"where: ": self.where, "remedy:": self.remedy}
+        return "\n".join([self.what, *(f"  {name} {text}" for name, text in told.items() if text)])
 
 
 class UsageError(FreeScaleError):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.balance.ahead import BalancedBatches, batch_of, groups_of
+from freescale.balance.ahead import BalancedBatches
 from freescale.balance.cost import Cost
 from freescale.balance.exchange import Exchange
 from freescale.balance.plan import Planner
@@ -58,8 +58,8 @@ def contents(batch: Batch) -> dict[int, Any]:
 def moved(world: World, samples: list[int], longest: int, counts: str, seed: int) -> tuple[Any, ...]:
     planner = Planner(COST, BalanceConfig(counts=counts), ranks=world.ranks)  # type: ignore[arg-type]
     before = made_up(world.rank, samples[world.rank], longest, seed)
-    groups, placement = Exchange(joined(world).transport, planner).balanced(groups_of(before))
-    after = batch_of(groups, before)
+    groups, placement = Exchange(joined(world).transport, planner).balanced(before.groups())
+    after = before.with_groups(groups)
     work = float(COST.of(after.history.lengths.numpy(), after.candidates.lengths.numpy()).sum())  # type: ignore
     return contents(before), contents(after), work, placement.max_over_mean, placement.moved_tokens
 

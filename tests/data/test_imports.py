@@ -27,8 +27,10 @@ def run(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     opened = {key: options.pop(key) for key in ("columns", "style") if key in options}
-    events = importers.open_log(name, sources, scratch, quarantine=quarantine, **opened)
-    return histories.write(events, tmp_path / "out", scratch, log_name="log", quarantine=quarantine, **options)
+    vocabulary = options.pop("vocabulary", None)
+    events = importers.open_log(name, importers.Job(sources, scratch, quarantine, **opened))
+    log = histories.Log(events, "log", scratch, quarantine, **options)
+    return histories.write(log, tmp_path / "out", vocabulary=vocabulary)
 
 
 def read_back(tmp_path: Path, **config: Any) -> dict[int, list[tuple[Any, ...]]]:
@@ -214,7 +216,7 @@ def test_broken_archives_and_unknown_formats_are_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match="archive cannot be read"):
         run(tmp_path, "ml-1m", [tmp_path / "x.zip"])
     with pytest.raises(UsageError, match="ml-1n"):
-        importers.open_log("ml-1n", [], tmp_path, quarantine=Quarantine())
+        importers.open_log("ml-1n", importers.Job([], tmp_path, Quarantine()))
 
 
 @pytest.mark.parametrize(

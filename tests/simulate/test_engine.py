@@ -62,7 +62,7 @@ def simulated(
     where, rng = where or hosts(), np.random.default_rng(0)
     ranks = len(loads[0].work)
     operations = Operations(where, replace(MACHINE, **changes), model, ranks=ranks, sm_free=sm_free, rng=rng)
-    engine = Engine(schedule, operations, where, loads, balanced=balanced, sm_free=sm_free, rng=rng)
+    engine = Engine(schedule, operations, loads, balanced=balanced)
     found: Summary = summarize(engine.run())
     return {line.cause: line.ms for line in found.lines if line.ms > 1e-3} | {"step": found.step_ms}
 
@@ -214,7 +214,7 @@ def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes
     where = cluster.load("h100")
     operations = Operations(where, Machine.of(where, MODEL), MODEL, ranks=16_384, sm_free=True, rng=rng)
     loads = prolonged(loads, 50, rng)
-    assert len(Engine(overlapped(), operations, where, loads, balanced=True, sm_free=True, rng=rng).run()) >= 45
+    assert len(Engine(overlapped(), operations, loads, balanced=True).run()) >= 45
     assert time.process_time() - began < 120.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 

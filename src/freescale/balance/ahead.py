@@ -1,14 +1,11 @@
 """Batches balanced ahead of time, in a thread behind the step that is being computed."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Protocol
-
-import torch
 
 from freescale.balance.exchange import Exchange
 from freescale.data.ahead import run_ahead
-from freescale.data.batch import Batch, Events
+from freescale.data.batch import Batch
 
 _AHEAD = 2
 
@@ -20,15 +17,12 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
     def state_dict(self) -> dict[str, int | str]:
         """Where to continue."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue from there."""
-        ...
 
     def report(self) -> list[str]:
         """What was set aside, for people."""
-        ...
 
 
 class BalancedBatches:
@@ -66,26 +60,5 @@ class BalancedBatches:
     def _balanced(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
         """Each batch, and where the loader stands behind it."""
         for batch in self._loader:
-            groups, _ = self._exchange.balanced(groups_of(batch))
-            yield batch_of(groups, batch), self._loader.state_dict()
-
-
-def groups_of(batch: Batch) -> dict[str, Events]:
-    """A batch as the exchange wants it."""
-    alone = Events(torch.arange(len(batch) + 1), {"": batch.sample_id, **batch.scalars})
-    several = {"history": batch.history, "candidates": batch.candidates, "targets": batch.targets}
-    return {"sample": alone} | {name: events for name, events in several.items() if events is not None}
-
-
-def batch_of(groups: Mapping[str, Events], like: Batch) -> Batch:
-    """The other way round."""
-    alone = dict(groups["sample"].features)
-    sample_id = alone.pop("")
-    return replace(
-        like,
-        sample_id=sample_id,
-        scalars=alone,
-        history=groups["history"],
-        candidates=groups.get("candidates"),
-        targets=groups.get("targets"),
-    )
+            groups, _ = self._exchange.balanced(batch.groups())
+            yield batch.with_groups(groups), self._loader.state_dict()

@@ -1,7 +1,7 @@
 """Fits the cost of a sample to measured times, on the machine and the model at hand. Pure: numpy and nothing else."""
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,8 +11,7 @@ from freescale.balance.cost import Cost
 _TERMS = 4
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(NamedTuple):
     """A cost in seconds."""
 
     cost: Cost

@@ -24,12 +24,7 @@ class Cost:
 
     @staticmethod
     def hstu(
-        *,
-        dim: int,
-        layers: int = 1,
-        heads: int = 1,
-        attention_dim: int | None = None,
-        linear_dim: int | None = None,
+        *, dim: int, layers: int = 1, heads: int = 1, attention_dim: int | None = None, linear_dim: int | None = None
     ) -> "Cost":
         """HSTU: one projection to U, V, Q, K, pointwise attention, one projection back."""
         query = heads * (attention_dim or dim // heads)

@@ -6,7 +6,8 @@ The straggler share is the paper's: mean idle time of a rank over the time of th
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from freescale.balance.place.placement import Floats, Ints
 
 _DRAWS = 4_000_000
 
@@ -33,9 +34,7 @@ class Imbalance:
         return self.straggler_share - self.best_share
 
 
-def random_batches(
-    costs: NDArray[np.float64], counts: NDArray[np.int64], *, ranks: int, batch: int, seed: int = 0
-) -> Imbalance:
+def random_batches(costs: Floats, counts: Ints, *, ranks: int, batch: int, seed: int = 0) -> Imbalance:
     """Draw batches at random from samples given as distinct costs and how often each occurs."""
     share = np.cumsum(counts) / counts.sum()
     steps = int(np.clip(_DRAWS // (ranks * batch), 20, 200))
@@ -50,15 +49,17 @@ def random_batches(
     return Imbalance(ranks, batch, steps, float(worst.mean()), float(waiting.mean()), float(least.mean()))
 
 
-def _draw(
-    costs: NDArray[np.float64], share: NDArray[np.float64], ranks: int, batch: int, rng: np.random.Generator
-) -> tuple[NDArray[np.float64], float]:
+def _draw(costs: Floats, share: Floats, ranks: int, batch: int, rng: np.random.Generator) -> tuple[Floats, float]:
     """Loads of all ranks in one step, and its largest sample; in slices, so that 16,384 ranks fit in memory."""
     rows = max(1, _DRAWS // batch)
     loads, largest = [], 0.0
     for first in range(0, ranks, rows):
-        which = np.searchsorted(share, rng.random((min(rows, ranks - first), batch)), side="right")
-        drawn = costs[np.minimum(which, len(costs) - 1)]
+        drawn = costs[places(share, (min(rows, ranks - first), batch), rng)]
         loads.append(drawn.sum(axis=1))
         largest = max(largest, float(drawn.max()))
     return np.concatenate(loads), largest
+
+
+def places(share: Floats, shape: int | tuple[int, int], rng: np.random.Generator) -> Ints:
+    """Draw places at random: `share` is the chance of each and of all before it."""
+    return np.minimum(np.searchsorted(share, rng.random(shape), side="right"), len(share) - 1)

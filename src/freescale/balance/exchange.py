@@ -15,6 +15,7 @@ from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
 from freescale.errors import TransportError
 from freescale.transport.handle import Transport
+from freescale.transport.pieces import as_bytes
 
 Groups = Mapping[str, Events]
 """A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""
@@ -25,19 +26,15 @@ class Plan(Protocol):
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
         """From the lengths of all samples, by group, and their homes."""
-        ...
 
     def tells(self) -> Sequence[int]:
         """What this rank has to say before the next plan; as many numbers on every rank."""
-        ...
 
     def hears(self, told: Ints) -> None:
         """What all ranks said."""
-        ...
 
     def report(self) -> list[str]:
         """How samples were dealt, for people."""
-        ...
 
 
 class Exchange:
@@ -62,13 +59,10 @@ class Exchange:
         first = int(np.searchsorted(homes, self._rank))
         packed = Packing(groups)
         sizes = lengths @ packed.bytes_per_row
-        got = self._transport.all_to_all(
-            packed.pack(going - first, placement.rank[going]),
-            _per_rank(sizes[going], placement.rank[going], self._ranks),
-            _per_rank(sizes[coming], homes[coming], self._ranks),
-            name="samples",
-        ).wait()
-        return packed.joined(staying - first, got, lengths[coming], homes[coming]), placement
+        to, origin = placement.rank[going], homes[coming]
+        counts = _per_rank(sizes[going], to, self._ranks), _per_rank(sizes[coming], origin, self._ranks)
+        got = self._transport.all_to_all(packed.pack(going - first, to), *counts, name="samples").wait()
+        return packed.joined(staying - first, got, lengths[coming], origin), placement
 
     def _lengths_of_all(self, groups: Groups) -> tuple[Ints, Ints]:
         """[samples, groups] of all ranks in order, and the rank that each sample is on."""
@@ -77,10 +71,8 @@ class Exchange:
         table = self._transport.all_gather(said, name="sample counts").wait().numpy()
         counts, digests = table[:, :2].T.tolist()
         if len(set(digests)) > 1:
-            raise TransportError(
-                f"ranks planned a step differently: {digests}",
-                remedy="see that all hosts run the same versions of Python, numpy and freescale",
-            )
+            remedy = "see that all hosts run the same versions of Python, numpy and freescale"
+            raise TransportError(f"ranks planned a step differently: {digests}", remedy=remedy)
         self.plan.hears(table[:, 2:])
         padded = own.new_zeros(max(counts), own.shape[1])
         padded[: len(own)] = own
@@ -94,9 +86,8 @@ class Packing:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.bytes_per_row = np.array(
-            [sum(map(_row_bytes, g.features.values())) for g in groups.values()], dtype=np.int64
-        )
+        sizes = [sum(map(_row_bytes, group.features.values())) for group in groups.values()]
+        self.bytes_per_row = np.array(sizes, dtype=np.int64)
 
     def pack(self, samples: Ints, to: Ints) -> Tensor:
         """Some samples, in the order of the ranks that they go to. Each feature is gathered once, for all ranks."""
@@ -109,7 +100,7 @@ class Packing:
             counts = np.diff(before[np.append(first, len(samples))]).tolist()
             for values in events.features.values():
                 sizes = [count * _row_bytes(values) for count in counts]
-                by_feature.append(_as_bytes(values[rows]).split(sizes))
+                by_feature.append(as_bytes(values[rows]).split(sizes))
         parts = [piece for of_rank in zip(*by_feature, strict=True) for piece in of_rank]
         return torch.cat(parts) if len(ranks) and parts else torch.empty(0, dtype=torch.uint8)
 
@@ -130,25 +121,18 @@ class Packing:
         found: dict[str, dict[str, list[Tensor]]] = {n: {f: [] for f in g.features} for n, g in self._groups.items()}
         begin = 0
         for rank in np.unique(homes):
-            rows = lengths[homes == rank].sum(axis=0).tolist()
-            for count, (name, events) in zip(rows, self._groups.items(), strict=True):
+            counts = lengths[homes == rank].sum(axis=0).tolist()
+            for count, (name, events) in zip(counts, self._groups.items(), strict=True):
                 for feature, like in events.features.items():
                     end = begin + count * _row_bytes(like)
-                    found[name][feature].append(_from_bytes(got[begin:end], like, count))
+                    rows = got[begin:end].clone().view(like.dtype).view(count, *like.shape[1:])
+                    found[name][feature].append(rows)
                     begin = end
         return found
 
 
 def _row_bytes(values: Tensor) -> int:
     return math.prod(values.shape[1:]) * values.element_size()
-
-
-def _as_bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
-
-
-def _from_bytes(raw: Tensor, like: Tensor, count: int) -> Tensor:
-    return raw.clone().view(like.dtype).view(count, *like.shape[1:])
 
 
 def _per_rank(sizes: Floats | Ints, ranks: Ints, count: int) -> list[int]:

@@ -44,7 +44,9 @@ class Form:
             return leaf
 
         mapped(batch, sort)
-        _require_known(self._padded, groups[LENGTH].features)
+        if missing := [name for name in self._padded if name not in groups[LENGTH].features]:
+            what = f"padded names '{missing[0]}', which the batch does not have"
+            raise DataError(what, remedy="name tensors by their path")
         return groups
 
     def joined(self, like: B, groups: Mapping[str, Events]) -> B:
@@ -67,11 +69,9 @@ def without_samples(batch: B) -> B:
 
 def described(groups: Mapping[str, Events]) -> str:
     """What the batches of all ranks must have in common."""
-    return ", ".join(
-        f"{group}.{name}: {str(values.dtype).removeprefix('torch.')}{list(values.shape[1:]) or ''}"
-        for group, events in groups.items()
-        for name, values in events.features.items()
-    )
+    found = {f"{group}.{name}": x for group, events in groups.items() for name, x in events.features.items()}
+    kinds = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape[1:]) or ''}" for name, x in found.items()}
+    return ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
 
 
 def mapped(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -> B:
@@ -90,10 +90,8 @@ def mapped(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -> B:
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[return-value]
     if value is None or isinstance(value, _SINGLE):
         return value
-    raise DataError(
-        f"'{path}' of a batch is of type {type(value).__name__}, and would stay behind when samples move",
-        remedy="give what belongs to samples as tensors with a row per sample, or as Events",
-    )
+    what = f"'{path}' of a batch is of type {type(value).__name__}, and would stay behind when samples move"
+    raise DataError(what, remedy="give what belongs to samples as tensors with a row per sample, or as Events")
 
 
 def scaled(batch: B, scale: float) -> B:
@@ -104,23 +102,18 @@ def scaled(batch: B, scale: float) -> B:
     if dataclasses.is_dataclass(batch) and not hasattr(type(batch), "__slots__"):
         object.__setattr__(batch, "loss_scale", found)
         return batch
-    raise DataError(
-        f"a batch of type {type(batch).__name__} cannot carry its loss scale",
-        remedy="let the loader's collate_fn give a dict or a dataclass of tensors, a row per sample",
-    )
+    remedy = "let the loader's collate_fn give a dict or a dataclass of tensors, a row per sample"
+    raise DataError(f"a batch of type {type(batch).__name__} cannot carry its loss scale", remedy=remedy)
 
 
 def _require_rows(path: str, values: Tensor, samples: int) -> None:
     if values.device.type != "cpu":
-        raise DataError(
-            f"'{path}' of a batch is on {values.device}, but samples move between CPUs",
-            remedy="balance batches before they are moved to a device",
-        )
+        what = f"'{path}' of a batch is on {values.device}, but samples move between CPUs"
+        raise DataError(what, remedy="balance batches before they are moved to a device")
     if not values.dim() or len(values) != samples:
-        raise DataError(
-            f"'{path}' of a batch of {samples} samples has the shape {list(values.shape)}",
-            remedy="tensors of a batch have a row per sample; give what is no sample's as a number, or as Events",
-        )
+        what = f"'{path}' of a batch of {samples} samples has the shape {list(values.shape)}"
+        remedy = "tensors of a batch have a row per sample; give what is no sample's as a number, or as Events"
+        raise DataError(what, remedy=remedy)
 
 
 def _cut(path: str, values: Tensor, lengths: Tensor, padding: float) -> Tensor:
@@ -128,16 +121,13 @@ def _cut(path: str, values: Tensor, lengths: Tensor, padding: float) -> Tensor:
     width = values.shape[1] if values.dim() > 1 else 0
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > width:
-        raise DataError(
-            f"'{path}' is padded to {width}, but a sample has the length {longest}",
-            remedy="let `length` give how many entries of a row are no padding",
-        )
+        what = f"'{path}' is padded to {width}, but a sample has the length {longest}"
+        raise DataError(what, remedy="let `length` give how many entries of a row are no padding")
     held = torch.arange(width) < lengths[:, None]
     if not bool((values[~held] == padding).all()):
-        raise DataError(
-            f"'{path}' holds something else than its padding of {padding} behind the end of a sample",
-            remedy="rows must hold their events first and the padding that `padded` names behind them",
-        )
+        what = f"'{path}' holds something else than its padding of {padding} behind the end of a sample"
+        remedy = "rows must hold their events first and the padding that `padded` names behind them"
+        raise DataError(what, remedy=remedy)
     return values[held]
 
 
@@ -147,11 +137,3 @@ def _padded_again(events: Events, path: str, value: float) -> Tensor:
     rows = values.new_full((len(lengths), longest, *values.shape[1:]), value)
     rows[torch.arange(longest) < lengths[:, None]] = values
     return rows
-
-
-def _require_known(padded: Mapping[str, float], found: Mapping[str, Tensor]) -> None:
-    for name in padded:
-        if name not in found:
-            raise DataError(
-                f"padded names '{name}', which the batch does not have", remedy="name tensors by their path"
-            )

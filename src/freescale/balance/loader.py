@@ -29,6 +29,7 @@ from freescale.errors import DataError, UsageError
 from freescale.log import notice
 from freescale.transport.world import apart, hosts_of
 
+_Length = Callable[[Any], Tensor]
 _AHEAD = 2
 
 
@@ -49,7 +50,7 @@ class BalancedLoader:
         self,
         loader: Iterable[Any],
         *,
-        length: Callable[[Any], Tensor] | Sequence[int] | Ints | Tensor,
+        length: _Length | Sequence[int] | Ints | Tensor,
         cost: Cost,
         terms: Callable[[Ints], Ints] = np.ones_like,
         padded: Mapping[str, float] | None = None,
@@ -87,10 +88,8 @@ def _place() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(
-            "several ranks were started, but there is no process group yet that says so",
-            remedy="call torch.distributed.init_process_group before BalancedLoader",
-        )
+        what = "several ranks were started, but there is no process group yet that says so"
+        raise UsageError(what, remedy="call torch.distributed.init_process_group before BalancedLoader")
     return 0, 1
 
 
@@ -98,15 +97,9 @@ class _Exchanged:
     """Batches whose samples move between ranks."""
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        length: Callable[[Any], Tensor],
-        plan: "_Plan",
-        form: Form,
-        exchange: Exchange | None,
+        self, loader: Iterable[Any], length: _Length, plan: "_Plan", form: Form, exchange: Exchange | None
     ) -> None:
-        self._loader, self._length, self._plan, self._form = loader, length, plan, form
-        self._exchange = exchange
+        self._loader, self._length, self._plan, self._form, self._exchange = loader, length, plan, form, exchange
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def __len__(self) -> int:
@@ -126,10 +119,8 @@ class _Exchanged:
         while True:
             batch = next(batches, None if batch is None else without_samples(batch))
             if batch is None:
-                raise DataError(
-                    "the loader of this rank gives no batch at all",
-                    remedy="give every rank some samples; an iterator that was used up gives none a second time",
-                )
+                remedy = "give every rank some samples; an iterator that was used up gives none a second time"
+                raise DataError("the loader of this rank gives no batch at all", remedy=remedy)
             groups = self._form.apart(batch, self._length(batch).long())
             self._plan.form = described(groups)
             moved, placement = exchange.balanced(groups)
@@ -162,11 +153,9 @@ class _Plan:
     def hears(self, told: Ints) -> None:
         """What the batches of all ranks look like."""
         if len(np.unique(told)) > 1:
-            raise DataError(
-                "the batches of the ranks differ in their tensors, so samples cannot move between them",
-                where=f"this rank's have {self.form}",
-                remedy="pad to one width everywhere, or name what is padded: padded={'item': 0}",
-            )
+            what = "the batches of the ranks differ in their tensors, so samples cannot move between them"
+            remedy = "pad to one width everywhere, or name what is padded: padded={'item': 0}"
+            raise DataError(what, where=f"this rank's have {self.form}", remedy=remedy)
 
 
 class _Placed:

@@ -24,7 +24,9 @@ class Planner:
         self.basis = Basis(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
         self._learner, self._leads = Learner(leads=leads), leads
-        self._rules, self._ranks, self._hosts = rules, ranks, hosts
+        self._rules, self._ranks = rules, ranks
+        limit, equal = rules.max_tokens or None, rules.counts == "equal"
+        self._given = {"ranks": ranks, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
         self._sums = np.zeros(4)
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
@@ -33,22 +35,11 @@ class Planner:
         candidates = lengths.get("candidates", np.zeros_like(history))
         basis = self.basis
         try:
-            placement = assign(
-                basis.cost.of(history, candidates),
-                homes,
-                ranks=self._ranks,
-                tokens=history + candidates,
-                max_tokens=self._rules.max_tokens or None,
-                speeds=basis.speeds,
-                hosts=self._hosts,
-                equal_counts=self._rules.counts == "equal",
-            )
+            costs, tokens = basis.cost.of(history, candidates), history + candidates
+            placement = assign(costs, homes, tokens=tokens, speeds=basis.speeds, **self._given)
         except ValueError as error:
-            raise DataError(
-                "the samples of a step cannot be placed",
-                where=str(error),
-                remedy="raise max_tokens if it is named here, or give fewer or shorter samples in a step",
-            ) from error
+            remedy = "raise max_tokens if it is named here, or give fewer or shorter samples in a step"
+            raise DataError("the samples of a step cannot be placed", where=str(error), remedy=remedy) from error
         self._sums += 1, placement.at_home, placement.max_over_mean, placement.moved_tokens
         return placement
 
@@ -72,9 +63,8 @@ class Planner:
         self.basis = found._replace(cost=self.basis.cost) if fixed else found
         slow = {rank: speed for rank, speed in enumerate(() if found.speeds is None else found.speeds) if speed != 1}
         if slow and not self._rules.adapt and self._leads:
-            notice(
-                f"ranks keep to the speeds that an earlier part of this run measured, against the usual 1.00: {slow}"
-            )
+            measured = "ranks keep to the speeds that an earlier part of this run measured"
+            notice(f"{measured}, against the usual 1.00: {slow}")
 
     @property
     def calibration(self) -> Calibration | None:
@@ -95,8 +85,6 @@ class Planner:
             f"{means['at_home']:.3f} without; {means['moved_tokens']:.1%} of the tokens moved"
         ]
         if self.calibration is not None:
-            constants = ", ".join(f"{value:.4g}" for value in self.basis.cost.constants)
-            lines.append(
-                f"measured: balance.cost = [{constants}], off by {self.calibration.error:.1%} of a step's time"
-            )
+            constants, error = ", ".join(f"{value:.4g}" for value in self.basis.cost.constants), self.calibration.error
+            lines.append(f"measured: balance.cost = [{constants}], off by {error:.1%} of a step's time")
         return lines if self._sums[0] else []

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,10 @@ from freescale.balance.form import LENGTH, without_samples
 from freescale.balance.place.placement import Ints, Placement
 from freescale.errors import UsageError
 
+_WORKERS = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+_KEPT = (*_WORKERS, "pin_memory", "timeout", "generator")
+"""Settings of a loader that have nothing to do with which samples it reads."""
+
 
 class Plan(Protocol):
     """Says where samples go, and then what their loss scale is."""
@@ -20,7 +25,6 @@ class Plan(Protocol):
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
         """From the lengths of a step."""
-        ...
 
 
 class PlacedSamples(torch_data.Sampler[list[int]]):
@@ -28,17 +32,14 @@ class PlacedSamples(torch_data.Sampler[list[int]]):
 
     def __init__(self, loader: Any, lengths: Ints, plan: Plan, *, rank: int, ranks: int) -> None:
         self._sampler = _distributed(loader)
-        if (self._sampler.rank, self._sampler.num_replicas) != (rank, ranks):
-            raise UsageError(
-                f"the sampler is that of rank {self._sampler.rank} of {self._sampler.num_replicas}, but this is rank "
-                f"{rank} of {ranks}",
-                remedy="balance over all ranks of the default process group, or exchange: let length be a function",
-            )
+        its_rank, its_ranks = self._sampler.rank, self._sampler.num_replicas
+        if (its_rank, its_ranks) != (rank, ranks):
+            what = f"the sampler is that of rank {its_rank} of {its_ranks}, but this is rank {rank} of {ranks}"
+            remedy = "balance over all ranks of the default process group, or exchange: let length be a function"
+            raise UsageError(what, remedy=remedy)
         if len(lengths) != len(loader.dataset):
-            raise UsageError(
-                f"there are {len(lengths)} lengths, but {len(loader.dataset)} samples",
-                remedy="give the length of every sample of the data set, in its order",
-            )
+            what = f"there are {len(lengths)} lengths, but {len(loader.dataset)} samples"
+            raise UsageError(what, remedy="give the length of every sample of the data set, in its order")
         self._batch, self._drop_last = loader.batch_size, loader.drop_last
         self._lengths, self._plan = lengths, plan
         self.scales: deque[float] = deque()
@@ -64,40 +65,22 @@ class PlacedSamples(torch_data.Sampler[list[int]]):
         return np.array(list(whole), dtype=np.int64)
 
 
-class Collate:
-    """Joins samples to a batch as somebody else's function does, and none to an empty one."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self._collate, self._dataset = collate, dataset
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """A batch."""
-        return self._collate(samples) if samples else without_samples(self._collate([self._dataset[0]]))
+def _joined(collate: Callable[[list[Any]], Any], dataset: Any, samples: list[Any]) -> Any:
+    """Samples as a batch, as somebody else's function makes one; of none, an empty one."""
+    return collate(samples) if samples else without_samples(collate([dataset[0]]))
 
 
 def placed_loader(loader: torch_data.DataLoader[Any], sampler: PlacedSamples) -> torch_data.DataLoader[Any]:
     """A loader that reads other samples in the same way."""
-    return torch_data.DataLoader(
-        loader.dataset,
-        batch_sampler=sampler,
-        num_workers=loader.num_workers,
-        collate_fn=Collate(loader.collate_fn, loader.dataset),
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    collate, same = partial(_joined, loader.collate_fn, loader.dataset), {n: getattr(loader, n) for n in _KEPT}
+    return torch_data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **same)
 
 
 def _distributed(loader: object) -> torch_data.DistributedSampler[Any]:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, torch_data.DistributedSampler) or getattr(loader, "batch_size", None) is None:
-        raise UsageError(
-            "lengths by sample are of use only where the order of samples is known beforehand",
-            where=f"a loader of type {type(loader).__name__} with a sampler of type {type(sampler).__name__}",
-            remedy="take a DataLoader with batch_size and a DistributedSampler, or let length be a function of a batch",
-        )
+        what = "lengths by sample are of use only where the order of samples is known beforehand"
+        where = f"a loader of type {type(loader).__name__} with a sampler of type {type(sampler).__name__}"
+        remedy = "take a DataLoader with batch_size and a DistributedSampler, or let length be a function of a batch"
+        raise UsageError(what, where=where, remedy=remedy)
     return sampler

@@ -9,9 +9,8 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,9 @@ class Clock(Protocol):
 
     def mark(self) -> Any:
         """Note this moment."""
-        ...
 
     def read(self, mark: Any) -> int:
         """Nanoseconds of a moment, on the host's monotonic clock. Waits until it has passed."""
-        ...
 
 
 class HostClock:
@@ -89,8 +86,7 @@ def _meant(device: torch.device | None) -> torch.device:
     return device or torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(NamedTuple):
     """What to add to this rank's clock to get rank 0's, and how wrong that may be. Nanoseconds."""
 
     add: int = 0

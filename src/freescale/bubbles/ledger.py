@@ -96,7 +96,8 @@ def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
         if now > then:
             claims = true & ~_COMPUTE_MASK if true >> _WAITING & 1 else true  # waiting in a backward pass is no compute
             computing = claims & _COMPUTE_MASK > 0
-            yield Segment(then, now, _CLAIMS[_lowest(claims)], computing, true >> _FLIGHT)
+            strongest = (claims & -claims).bit_length() - 1
+            yield Segment(then, now, _CLAIMS[strongest], computing, true >> _FLIGHT)
             then = now
         going_on[bit] += change
         true = true | 1 << bit if going_on[bit] or bit == _IDLE else true & ~(1 << bit)
@@ -135,7 +136,3 @@ def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, i
             yield begin, end, _WAITING
             yield begin, min(end, come), _WAITED
             yield max(begin, come), end, _WAITED + 1 + kind
-
-
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1

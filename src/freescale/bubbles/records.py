@@ -150,11 +150,8 @@ def read_intervals(run: Path) -> list[Interval]:
     path = run / FOLDER / "intervals.jsonl"
     lines = list(_lines(path)) if path.exists() else []
     if not lines:
-        raise DataError(
-            "nothing was recorded of the bubbles of this run",
-            where=str(path),
-            remedy="name the folder of a training, such as runs/latest; it is written after the first log interval",
-        )
+        remedy = "name the folder of a training, such as runs/latest; it is written after the first log interval"
+        raise DataError("nothing was recorded of the bubbles of this run", where=str(path), remedy=remedy)
     tables = (facts | {"ms": np.array([facts["ms"][name] for name in COLUMNS]).T} for facts in lines)
     return [Interval(**facts) for facts in tables if facts["ranks"] == lines[-1]["ranks"]]
 
@@ -163,11 +160,8 @@ def read_machine(run: Path) -> Machine:
     """What a run ran on."""
     path = run / FOLDER / "machine.json"
     if not path.exists():
-        raise DataError(
-            "nobody wrote down what this run ran on",
-            where=str(path),
-            remedy="name the folder of a training by this version, or use --from-data",
-        )
+        remedy = "name the folder of a training by this version, or use --from-data"
+        raise DataError("nobody wrote down what this run ran on", where=str(path), remedy=remedy)
     return Machine(**json.loads(path.read_text(encoding="utf-8")))
 
 

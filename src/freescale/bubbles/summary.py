@@ -77,12 +77,7 @@ def summarize(intervals: Sequence[Interval]) -> Summary:
         advice = _ADVICE.get(cause, "") if share >= _WORTH_ADVICE else ""
         where = group_name(worst, ranks), float(of_groups[worst, place])
         lines.append(Line(cause, means[cause], share, *where, hidden.get(cause, 0.0), advice))
-    return Summary(
-        ranks=ranks,
-        steps=sum(interval.steps for interval in intervals),
-        step_ms=step,
-        straggler_percent=100.0 * means["straggler"] / max(step, 1e-12),
-        overlap_percent=100.0 * means["overlapped"] / max(means["in flight"], 1e-12),
-        clock_bound_us=max(interval.clock_bound_us for interval in intervals),
-        lines=lines,
-    )
+    straggler = 100.0 * means["straggler"] / max(step, 1e-12)
+    overlap = 100.0 * means["overlapped"] / max(means["in flight"], 1e-12)
+    steps, bound = sum(i.steps for i in intervals), max(i.clock_bound_us for i in intervals)
+    return Summary(ranks, steps, step, straggler, overlap, bound, lines)

@@ -1,14 +1,11 @@
 """`freescale bench attention`: is attention right on this device, and how quick is it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from freescale.cli.options import parse, print_json, print_table
-from freescale.errors import UsageError
+from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
+from freescale.errors import reason
 
 if TYPE_CHECKING:
     from freescale.models.attention.measure import Problem, Timed
@@ -39,7 +36,7 @@ class Options:
     """Numbers of q, k and v."""
     rounds: int = 5
     """All take turns so many times."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the figures as JSON."""
 
 
@@ -52,8 +49,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     from freescale.data.sources import synthetic
     from freescale.models.attention import measure
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+    require_gpu(options.device)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
     place, size = torch.device(options.device), {"heads": options.heads, "width": options.width}
     errors = measure.errors(measure.Problem.checked(**size, dtype=kind, device=place))
@@ -69,7 +65,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print_json({"errors": errors, "right": right, "timed": [asdict(one) for one in timed], "left_out": left_out})
     else:
-        _print(options, errors, right, timed, left_out)
+        _print(options, errors, timed, left_out)
     return 0 if right else 1
 
 
@@ -77,33 +73,23 @@ def _competitors(problem: "Problem") -> "tuple[dict[str, Callable[[Problem], Non
     """Who can run here, and why the others cannot."""
     from freescale.models.attention import measure
 
-    competitors: dict[str, Callable[[Problem], None]] = {
-        "ours": measure.ours,
-        "padded to the longest": measure.padded,
-    }
-    left_out: dict[str, str] = {}
+    competitors: dict[str, Callable[[Problem], None]] = {"ours": measure.ours, "padded to the longest": measure.padded}
     try:
         flex = measure.flex_on(problem)
         flex(problem)
-        competitors["flex attention (softmax, no biases)"] = flex
     except Exception as error:  # whatever the compiler says: it is a guest here
-        left_out["flex attention"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return competitors, left_out
+        return competitors, {"flex attention": reason(error)}
+    return competitors | {"flex attention (softmax, no biases)": flex}, {}
 
 
-def _print(
-    options: Options, errors: dict[str, float], right: bool, timed: "Sequence[Timed]", left_out: dict[str, str]
-) -> None:
+def _print(options: Options, errors: dict[str, float], timed: "Sequence[Timed]", left_out: dict[str, str]) -> None:
     title = f"{options.precision} on {options.device}, {options.heads} x {options.width}"
     rows = [[name, f"{error:.1e}"] for name, error in errors.items()]
     print_table(f"Against the reference in fp64, {title}", ["what", "relative error"], rows)
-    if not right:
-        sys.stdout.write(f"above {_LIMITS[options.precision]:.0e}: nothing was timed\n")
+    if not timed:
+        say(f"above {_LIMITS[options.precision]:.0e}: nothing was timed")
         return
-    rows = [
-        [one.name, f"{one.seconds * 1e3:.1f}", f"{one.flops_per_second / 1e9:.1f}", f"{one.of_dense:.0%}"]
-        for one in timed
-    ]
+    rows = [[t.name, f"{t.seconds * 1e3:.1f}", f"{t.flops_per_second / 1e9:.1f}", f"{t.of_dense:.0%}"] for t in timed]
     header = ["forward and backward", "ms", "GFLOP/s", "of dense products"]
     print_table(f"{options.preset}, {options.batch} samples up to {options.longest}", header, rows)
-    sys.stdout.write("".join(f"not timed: {name}, {why}\n" for name, why in left_out.items()))
+    say(*(f"not timed: {name}, {why}" for name, why in left_out.items()))

@@ -1,15 +1,12 @@
 """`freescale bench transport`: how quick each way between ranks is here, and what it takes from compute."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from freescale import page
-from freescale.cli.options import parse, print_json, print_table
+from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
 from freescale.launch import launched_instead
 
 if TYPE_CHECKING:
@@ -32,15 +29,14 @@ class Options:
     """Sizes: what a rank sends in one transfer."""
     out: Path = Path("transport.html")
     """The page."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the table as JSON."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options = parse(Options, argv, prog)
-    code = launched_instead(["bench", "transport", *argv], ranks=options.nproc)
-    if code is not None:
+    if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
         return code
     from freescale.transport.choose import Ways, explain, pick
     from freescale.transport.probe import probe
@@ -53,23 +49,19 @@ def run(argv: Sequence[str], prog: str) -> int:
     by_size = [[one for one in found if one.sent_bytes == kib << 10] for kib in options.kib]
     picks = [explain(lane, pick(of, lane), of) for of in by_size for lane in ("urgent", "deferred")]
     if world.leads:
-        options.out.write_text(_page(found, picks, ways.impossible), encoding="utf-8")
+        write_page(options.out, _page(found, picks, ways.impossible))
         if options.json:
             print_json({"measured": [asdict(one) for one in found], "impossible": ways.impossible, "picks": picks})
         else:
             print_table(f"{world.ranks} ranks", _HEADER, _rows(found))
-            sys.stdout.write("".join(f"{line}\n" for line in picks))
-            sys.stdout.write("".join(f"not possible: {way}, {why}\n" for way, why in ways.impossible.items()))
-            sys.stdout.write(f"page: {options.out}\n")
+            impossible = [f"not possible: {way}, {why}" for way, why in ways.impossible.items()]
+            say(*picks, *impossible, f"page: {options.out}")
     leave()
     return 0
 
 
 def _rows(found: Sequence["Measured"]) -> list[list[str]]:
-    return [
-        [one.way, f"{one.sent_bytes >> 10:,}", f"{one.seconds * 1e3:.2f}", f"{one.taken_seconds * 1e3:.2f}"]
-        for one in found
-    ]
+    return [[m.way, f"{m.sent_bytes >> 10:,}", f"{m.seconds * 1e3:.2f}", f"{m.taken_seconds * 1e3:.2f}"] for m in found]
 
 
 def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[str, str]) -> str:
@@ -93,10 +85,9 @@ def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[st
 
 
 def _curves(found: Sequence["Measured"], figure: Callable[["Measured"], float], unit: str) -> str:
-    ways = dict.fromkeys(one.way for one in found)
-    of = {way: [one for one in found if one.way == way] for way in ways}
+    by_way = {one.way: [other for other in found if other.way == one.way] for one in found}
     lines = [
-        page.Series(way, [one.sent_bytes / 1024 for one in of[way]], [max(1e-3, figure(one) * 1e3) for one in of[way]])
-        for way in ways
+        page.Series(way, [one.sent_bytes / 1024 for one in some], [max(1e-3, figure(one) * 1e3) for one in some])
+        for way, some in by_way.items()
     ]
     return page.line_chart(lines, page.Axis("KiB sent by a rank", log=True), page.Axis(unit, log=True))

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,16 @@ class Finding:
     what: str
     why: str = ""
     remedy: str = ""
+
+
+def fault(check: str, what: str, why: str, remedy: str) -> Finding:
+    """Something that keeps training from starting."""
+    return Finding(check, "fault", what, why, remedy)
+
+
+def ok(check: str, what: str) -> Finding:
+    """Something that is as it should be."""
+    return Finding(check, "ok", what)
 
 
 @dataclass(frozen=True)
@@ -61,148 +71,78 @@ def installed(name: str) -> str | None:
 
 def check_torch(_target: Target) -> Iterator[Finding]:
     """Torch is there, in the minor that everything else is built for."""
-    version = installed("torch")
-    mend = f"pip install torch=={TORCH}"
-    if version is None:
-        yield Finding("torch", "fault", "torch is not installed", "training needs it", mend)
-    elif _minor(version) != _minor(TORCH):
-        yield Finding(
-            "torch",
-            "fault",
-            f"torch {version} instead of {TORCH}",
-            "FBGEMM's and TorchRec's binaries load with one minor of torch only",
-            mend,
-        )
-    else:
-        yield Finding("torch", "ok", f"torch {version}")
+    why = "FBGEMM's and TorchRec's binaries load with one minor of torch only"
+    why = why if installed("torch") else "training needs it"
+    yield _versioned("torch", TORCH, why, f"pip install torch=={TORCH}")
 
 
 def check_fbgemm(target: Target) -> Iterator[Finding]:
     """One FBGEMM, the right one, of the right minor, with its own files."""
     clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {target.fbgemm}=={FBGEMM}"
+    what, wrong = _fbgemm(target)
+    yield fault("fbgemm", what, wrong, clean) if wrong else ok("fbgemm", what)
+
+
+def _fbgemm(target: Target) -> tuple[str, str]:
+    """What there is of FBGEMM, and what is wrong with that."""
     found = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
     if len(found) > 1:
-        yield Finding(
-            "fbgemm",
-            "fault",
-            "the CUDA and the CPU build of FBGEMM are both installed",
-            "they share their file names, so each has overwritten parts of the other",
-            clean,
-        )
-        return
+        what = "the CUDA and the CPU build of FBGEMM are both installed"
+        return what, "they share their file names, so each has overwritten parts of the other"
     if not found:
-        yield Finding("fbgemm", "fault", f"{target.fbgemm} is not installed", "it holds the embedding tables", clean)
-        return
+        return f"{target.fbgemm} is not installed", "it holds the embedding tables"
     name, version = found[0], installed(found[0])
     if target.device == "cuda" and name != target.fbgemm:
-        yield Finding(
-            "fbgemm",
-            "fault",
-            f"{name} is installed, but cuda needs {target.fbgemm}",
-            "it has no GPU kernels",
-            clean,
-        )
-    elif _minor(str(version)) != _minor(FBGEMM):
-        yield Finding(
-            "fbgemm",
-            "fault",
-            f"{name} {version} does not load with torch {installed('torch')}",
-            f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}",
-            clean,
-        )
-    elif changed := _changed_files(name):
-        yield Finding(
-            "fbgemm",
-            "fault",
-            f"files of {name} are not its own: {changed[0]}" + _and_more(changed),
-            "another package, usually the other FBGEMM build, was installed over them",
-            clean,
-        )
-    else:
-        yield Finding("fbgemm", "ok", f"{name} {version}")
+        return f"{name} is installed, but cuda needs {target.fbgemm}", "it has no GPU kernels"
+    if _minor(str(version)) != _minor(FBGEMM):
+        what = f"{name} {version} does not load with torch {installed('torch')}"
+        return what, f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}"
+    if changed := _changed_files(name):
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        what = f"files of {name} are not its own: {changed[0]}{more}"
+        return what, "another package, usually the other FBGEMM build, was installed over them"
+    return f"{name} {version}", ""
 
 
 def check_torchrec(_target: Target) -> Iterator[Finding]:
     """TorchRec and what it needs, without what its metadata asks for too much."""
-    version = installed("torchrec")
-    if version is None or _minor(version) != _minor(TORCHREC):
-        what = "torchrec is not installed" if version is None else f"torchrec {version} instead of {TORCHREC}"
-        yield Finding(
-            "torchrec",
-            "fault",
-            what,
-            "it shards the tables; --no-deps keeps it from replacing FBGEMM",
-            f"pip install --no-deps torchrec=={TORCHREC}",
-        )
-    else:
-        yield Finding("torchrec", "ok", f"torchrec {version}")
-    missing = [name for name in _SMALL_DEPENDENCIES if installed(name) is None]
-    if missing:
-        yield Finding(
-            "torchrec",
-            "fault",
-            f"{', '.join(missing)} not installed",
-            "torchrec imports them",
-            f"pip install {' '.join(missing)}",
-        )
-    metrics = installed("torchmetrics")
-    if metrics != TORCHMETRICS:
-        what = (
-            "torchmetrics is not installed" if metrics is None else f"torchmetrics {metrics} instead of {TORCHMETRICS}"
-        )
-        yield Finding(
-            "torchmetrics",
-            "fault",
-            what,
-            "TorchRec's metrics import with other versions and then fail in mid-run",
-            f"pip install torchmetrics=={TORCHMETRICS}",
-        )
-    else:
-        yield Finding("torchmetrics", "ok", f"torchmetrics {metrics}")
+    why = "it shards the tables; --no-deps keeps it from replacing FBGEMM"
+    yield _versioned("torchrec", TORCHREC, why, f"pip install --no-deps torchrec=={TORCHREC}")
+    if missing := [name for name in _SMALL_DEPENDENCIES if installed(name) is None]:
+        what, remedy = f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}"
+        yield fault("torchrec", what, "torchrec imports them", remedy)
+    why = "TorchRec's metrics import with other versions and then fail in mid-run"
+    yield _versioned("torchmetrics", TORCHMETRICS, why, f"pip install torchmetrics=={TORCHMETRICS}", exactly=True)
 
 
 def check_nccl_package(target: Target) -> Iterator[Finding]:
     """The NCCL beside a CUDA torch is the one it was built with."""
-    if target.device != "cuda":
-        return
-    packages = [
-        dist.metadata["Name"] for dist in metadata.distributions() if dist.metadata["Name"].startswith("nvidia-nccl")
-    ]
-    for name in sorted(set(packages)):
+    names = {dist.metadata["Name"] for dist in metadata.distributions()} if target.device == "cuda" else set()
+    for name in sorted(name for name in names if name.startswith("nvidia-nccl")):
         if (version := installed(name)) != NCCL:
-            yield Finding(
-                "nccl",
-                "fault",
-                f"{name} {version} instead of {NCCL}",
-                f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives",
-                f"pip install {name}=={NCCL}",
-            )
+            why = f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives"
+            yield fault("nccl", f"{name} {version} instead of {NCCL}", why, f"pip install {name}=={NCCL}")
 
 
 def check_shared_memory(_target: Target) -> Iterator[Finding]:
     """Room for buffers that ranks of one host share."""
+    why = "ranks of one host exchange data through it"
     if not _SHM.is_dir():
-        yield Finding(
-            "shared memory",
-            "fault",
-            f"{_SHM} is missing",
-            "ranks of one host exchange data through it",
-            f"mount -t tmpfs -o size=8g tmpfs {_SHM}",
-        )
+        yield fault("shared memory", f"{_SHM} is missing", why, f"mount -t tmpfs -o size=8g tmpfs {_SHM}")
         return
     free = shutil.disk_usage(_SHM).free
-    status: Status = "ok" if free >= _SHM_LOW else "warning" if free >= _SHM_LEAST else "fault"
-    why = "" if status == "ok" else "ranks of one host exchange data through it; containers often get 64 MB"
-    remedy = "" if status == "ok" else f"mount -o remount,size=8g {_SHM}   (in a container: docker run --shm-size=8g)"
-    yield Finding("shared memory", status, f"{free / 2**20:,.0f} MiB free in {_SHM}", why, remedy)
+    why, remedy = f"{why}; containers often get 64 MB", f"mount -o remount,size=8g {_SHM}"
+    remedy += "   (in a container: docker run --shm-size=8g)"
+    what = f"{free / 2**20:,.0f} MiB free in {_SHM}"
+    yield _limited(Finding("shared memory", "warning", what, why, remedy), free, _SHM_LOW, _SHM_LEAST)
 
 
 def check_file_limit(_target: Target) -> Iterator[Finding]:
     """Enough file descriptors for part files and one socket per peer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    status: Status = "ok" if soft >= _FILES_LOW else "warning" if soft >= _FILES_LEAST else "fault"
-    why = "" if status == "ok" else "every rank keeps a socket to every other and tens of data files open"
-    yield Finding("file descriptors", status, f"limit of {soft:,}", why, "" if status == "ok" else "ulimit -n 65536")
+    why = "every rank keeps a socket to every other and tens of data files open"
+    low = Finding("file descriptors", "warning", f"limit of {soft:,}", why, "ulimit -n 65536")
+    yield _limited(low, soft, _FILES_LOW, _FILES_LEAST)
 
 
 def check_gloo_interface(_target: Target) -> Iterator[Finding]:
@@ -211,74 +151,41 @@ def check_gloo_interface(_target: Target) -> Iterator[Finding]:
     present = [name for _, name in socket.if_nameindex()]
     for name in names:
         if name not in present:
-            yield Finding(
-                "gloo",
-                "fault",
-                f"GLOO_SOCKET_IFNAME names '{name}', which does not exist",
-                f"interfaces here: {', '.join(present)}",
-                "unset GLOO_SOCKET_IFNAME, or name one of them",
-            )
+            what = f"GLOO_SOCKET_IFNAME names '{name}', which does not exist"
+            why = f"interfaces here: {', '.join(present)}"
+            yield fault("gloo", what, why, "unset GLOO_SOCKET_IFNAME, or name one of them")
 
 
-STATIC = (
-    check_torch,
-    check_fbgemm,
-    check_torchrec,
-    check_nccl_package,
-    check_gloo_interface,
-    check_shared_memory,
-    check_file_limit,
-)
+_PACKAGES = (check_torch, check_fbgemm, check_torchrec, check_nccl_package)
+STATIC = (*_PACKAGES, check_gloo_interface, check_shared_memory, check_file_limit)
 
 
 def check_by_loading(target: Target) -> Iterator[Finding]:
     """Load torch, FBGEMM and gloo for real, in a child process that may die of it."""
-    seen = _run_child(_LOAD)
+    seen, again = _run_child(_LOAD), "pip install --force-reinstall"
     torch = seen.get("torch")
     if torch is None:
-        yield Finding(
-            "torch",
-            "fault",
-            "torch does not import",
-            seen["died"],
-            f"pip install --force-reinstall torch=={TORCH}",
-        )
+        yield fault("torch", "torch does not import", seen["died"], f"{again} torch=={TORCH}")
         return
     if target.device == "cuda":
         yield from _gpu(torch)
     if (fbgemm := seen.get("fbgemm")) != "ok":
-        yield Finding(
-            "fbgemm",
-            "fault",
-            "FBGEMM does not load",
-            fbgemm or seen["died"],
-            f"pip install --force-reinstall --no-deps {target.fbgemm}=={FBGEMM}",
-        )
+        remedy = f"{again} --no-deps {target.fbgemm}=={FBGEMM}"
+        yield fault("fbgemm", "FBGEMM does not load", fbgemm or seen["died"], remedy)
     if (gloo := seen.get("gloo", "not reached")) == "ok":
-        yield Finding("gloo", "ok", "a gloo group can be made")
+        yield ok("gloo", "a gloo group can be made")
     elif gloo != "not reached":
-        yield Finding(
-            "gloo",
-            "fault",
-            "a gloo group cannot be made",
-            gloo,
-            "export GLOO_SOCKET_IFNAME=lo   (or the interface that the hosts share)",
-        )
+        remedy = "export GLOO_SOCKET_IFNAME=lo   (or the interface that the hosts share)"
+        yield fault("gloo", "a gloo group cannot be made", gloo, remedy)
 
 
 def check_torchrec_imports(_target: Target) -> Iterator[Finding]:
     """The last check: TorchRec itself."""
-    seen = _run_child(_TORCHREC)
+    seen, remedy = _run_child(_TORCHREC), f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}"
     if seen.get("torchrec") == "ok":
-        yield Finding("torchrec", "ok", "torchrec imports, with its metrics")
+        yield ok("torchrec", "torchrec imports, with its metrics")
     else:
-        yield Finding(
-            "torchrec",
-            "fault",
-            "torchrec does not import",
-            seen.get("torchrec") or seen["died"],
-            f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}",
-        )
+        yield fault("torchrec", "torchrec does not import", seen.get("torchrec") or seen["died"], remedy)
 
 
 def has_gpu_driver() -> bool:
@@ -286,24 +193,35 @@ def has_gpu_driver() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
+def _versioned(name: str, wanted: str, why: str, remedy: str, *, exactly: bool = False) -> Finding:
+    """A distribution is there, in the minor that is wanted, or exactly in the version."""
+    version = installed(name)
+    if version is None:
+        return fault(name, f"{name} is not installed", why, remedy)
+    right = version == wanted if exactly else _minor(version) == _minor(wanted)
+    return ok(name, f"{name} {version}") if right else fault(name, f"{name} {version} instead of {wanted}", why, remedy)
+
+
+def _limited(low: Finding, amount: int, enough: int, least: int) -> Finding:
+    """What is said of an amount that may be `low`, or too little."""
+    if amount >= enough:
+        return ok(low.check, low.what)
+    return low if amount >= least else replace(low, status="fault")
+
+
 def _gpu(torch: dict[str, Any]) -> Iterator[Finding]:
     build = f"pip install --force-reinstall torch=={TORCH}   (the CUDA build)"
     if torch["nccl"] is None:
-        yield Finding("nccl", "fault", f"torch {torch['version']} has no NCCL", "it is a CPU build", build)
+        yield fault("nccl", f"torch {torch['version']} has no NCCL", "it is a CPU build", build)
     elif torch["nccl"] != NCCL:
-        yield Finding("nccl", "fault", f"NCCL {torch['nccl']} instead of {NCCL}", f"torch {TORCH} ships {NCCL}", build)
+        yield fault("nccl", f"NCCL {torch['nccl']} instead of {NCCL}", f"torch {TORCH} ships {NCCL}", build)
     else:
-        yield Finding("nccl", "ok", f"NCCL {torch['nccl']}")
-    if not torch["gpus"]:
-        yield Finding(
-            "gpu",
-            "fault",
-            "no GPU is visible",
-            "no driver, no device, or CUDA_VISIBLE_DEVICES hides them",
-            "nvidia-smi   (must list the GPUs; else train with --device cpu)",
-        )
+        yield ok("nccl", f"NCCL {torch['nccl']}")
+    if torch["gpus"]:
+        yield ok("gpu", f"{torch['gpus']} GPUs")
     else:
-        yield Finding("gpu", "ok", f"{torch['gpus']} GPUs")
+        why = "no driver, no device, or CUDA_VISIBLE_DEVICES hides them"
+        yield fault("gpu", "no GPU is visible", why, "nvidia-smi   (must list the GPUs; else train with --device cpu)")
 
 
 _LOAD = """
@@ -356,11 +274,7 @@ def _changed_files(name: str) -> list[str]:
         if file.hash is None or not file.parts[0].startswith("fbgemm_gpu") or file.suffix not in (".so", ".py"):
             continue
         path = Path(str(file.locate()))
-        if (
-            not path.is_file()
-            or (file.size is not None and path.stat().st_size != file.size)
-            or _digest(path) != file.hash.value
-        ):
+        if not path.is_file() or file.size not in (None, path.stat().st_size) or _digest(path) != file.hash.value:
             changed.append(str(file))
     return changed
 
@@ -372,7 +286,3 @@ def _digest(path: Path) -> str:
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,15 +1,14 @@
 """`freescale data import`: a log on disk becomes a data set."""
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
-from freescale.cli.options import parse, print_json
+from freescale.cli.options import Flag, parse, print_json, say
 from freescale.data.sources import histories, importers
 from freescale.data.store.quarantine import Quarantine
 from freescale.errors import UsageError
@@ -49,7 +48,7 @@ class Options:
     """stop at the first unusable line, or skip: count them and write them to a quarantine file beside the data."""
     memory_mb: int = 1024
     """What sorting may hold in memory; larger logs go through the disk."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the counts as JSON."""
 
 
@@ -61,24 +60,13 @@ def run(argv: Sequence[str], prog: str) -> int:
     *sources, target = options.paths
     quarantine = Quarantine(options.on_bad, target.with_name(f"{target.name}.quarantine.jsonl"))
     with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
-        columns = importers.Columns(
-            options.user, options.item, None if options.time == "none" else options.time, options.features
-        )
-        style = importers.CsvStyle(
-            options.separator, "" if options.quote == "none" else options.quote, options.encoding
-        )
-        events = importers.open_log(
-            options.format, sources, Path(scratch), quarantine=quarantine, columns=columns, style=style
-        )
-        done = histories.write(
-            events,
-            target,
-            Path(scratch),
-            log_name=", ".join(s.name for s in sources),
-            quarantine=quarantine,
-            vocabulary=options.vocabulary,
-            memory=options.memory_mb << 20,
-        )
+        time, quote = (None if given == "none" else given for given in (options.time, options.quote))
+        columns = importers.Columns(options.user, options.item, time, options.features)
+        style = importers.CsvStyle(options.separator, quote or "", options.encoding)
+        job = importers.Job(sources, Path(scratch), quarantine, columns, style)
+        events, names = importers.open_log(options.format, job), ", ".join(source.name for source in sources)
+        log = histories.Log(events, names, Path(scratch), quarantine, memory=options.memory_mb << 20)
+        done = histories.write(log, target, vocabulary=options.vocabulary)
     if quarantine.rows:
         notice(quarantine.summary())
     if done.unknown_events:
@@ -86,13 +74,10 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print_json({**asdict(done), "set_aside": dict(quarantine.counts)})
     else:
-        sys.stdout.write(f"{target}: {done.users:,} users, {done.items:,} items, {done.events:,} events\n")
+        say(f"{target}: {done.users:,} users, {done.items:,} items, {done.events:,} events")
     return 0
 
 
 def _existing_parent(target: Path) -> Path:
     """Where scratch files go: the disk of the target, which must hold the result anyway."""
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
+    return next(parent for parent in target.absolute().parents if parent.exists())

@@ -3,11 +3,10 @@
 Composes two rooms that do not know each other: `data` counts lengths, `balance` says what lengths cost.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -15,7 +14,7 @@ import tyro
 from freescale import page
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import Imbalance, random_batches
-from freescale.cli.options import parse, print_json, print_table
+from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
 from freescale.config import ModelConfig
 from freescale.data.stats import QUANTILES, Profile, profile
 from freescale.data.store.dataset import Dataset
@@ -48,7 +47,7 @@ class Options:
     """stop at the first unusable row, or skip: count them and write them to quarantine.jsonl."""
     page: Path | None = None
     """Write a page with plots, self-contained, to this file."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print everything as JSON."""
 
 
@@ -65,10 +64,10 @@ def run(argv: Sequence[str], prog: str) -> int:
     unchecked = dataset.unchecked_files()
     _say_what_was_seen(dataset, unchecked)
     if options.page:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(_page(options, found, bubbles), encoding="utf-8")
+        write_page(options.page, _page(options, found, bubbles))
     if options.json:
-        print_json(_figures(options, dataset, found, bubbles, unchecked))
+        seen = {"set_aside": dict(dataset.quarantine.counts), "files_without_checksums": len(unchecked)}
+        print_json(_figures(options, found, bubbles) | seen)
     else:
         _print(options, found, bubbles)
     return 0
@@ -84,29 +83,21 @@ def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:
     if dataset.quarantine.rows:
         notice(dataset.quarantine.summary())
     if unchecked:
-        notice(
-            f"{len(unchecked)} files without page checksums ({unchecked[0]} first): flipped bits cannot be seen there"
-        )
+        which = f"{len(unchecked)} files without page checksums ({unchecked[0]} first)"
+        notice(f"{which}: flipped bits cannot be seen there")
 
 
-def _figures(
-    options: Options, dataset: Dataset, found: Profile, bubbles: list[Imbalance], unchecked: list[str]
-) -> dict[str, Any]:
+def _figures(options: Options, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
+    quantiles = {f"{q:g}": found.quantile(q) for q in QUANTILES}
     return {
         "path": options.path,
         "histories": found.rows,
         "events": found.events,
         "items": len(found.items.values),
-        "length": {
-            "mean": found.mean_length,
-            "variation": found.variation,
-            "quantiles": {f"{q:g}": found.quantile(q) for q in QUANTILES},
-        },
+        "length": {"mean": found.mean_length, "variation": found.variation, "quantiles": quantiles},
         "popularity": {f"{share:g}": found.top_share(share) for share in _TOP},
         "model": asdict(options.model),
         "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
-        "set_aside": dict(dataset.quarantine.counts),
-        "files_without_checksums": len(unchecked),
     }
 
 
@@ -117,21 +108,14 @@ def _length_rows(found: Profile) -> list[list[str]]:
 
 
 def _popularity_rows(found: Profile) -> list[list[str]]:
-    return [
-        [f"top {100 * share:g}% of the items", f"{100 * found.top_share(share):.1f}% of the events"] for share in _TOP
-    ]
+    return [[f"top {100 * top:g}% of the items", f"{found.top_share(top):.1%} of the events"] for top in _TOP]
 
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
+    shares = [(b.straggler_share, b.best_share, b.recoverable_share) for b in bubbles]
     return [
-        [
-            f"{b.ranks:,}",
-            f"{b.max_over_mean:.3f}",
-            f"{100 * b.straggler_share:.1f}%",
-            f"{100 * b.best_share:.1f}%",
-            f"{100 * b.recoverable_share:.1f}%",
-        ]
-        for b in bubbles
+        [f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *(f"{share:.1%}" for share in of)]
+        for b, of in zip(bubbles, shares, strict=True)
     ]
 
 
@@ -139,11 +123,14 @@ _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverab
 
 
 def _print(options: Options, found: Profile, bubbles: list[Imbalance]) -> None:
-    items = len(found.items.values)
-    sys.stdout.write(f"{options.path}: {found.rows:,} histories, {found.events:,} events, {items:,} items\n")
+    say(f"{options.path}: {_counts(found)}")
     print_table("events per history", ["quantile", "events"], _length_rows(found))
     print_table("popularity", ["items", "share"], _popularity_rows(found))
     print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
+
+
+def _counts(found: Profile) -> str:
+    return f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
 
 
 def _bubble_title(options: Options) -> str:
@@ -157,40 +144,37 @@ def _page(options: Options, found: Profile, bubbles: list[Imbalance]) -> str:
     counts, _ = np.histogram(found.lengths.values, bins=edges, weights=found.lengths.counts)
     popularity = found.popularity()
     places = np.unique(np.geomspace(1, len(popularity), 200).round().astype(int))
-    ranks = [float(b.ranks) for b in bubbles]
+    events, histories = page.Axis("events in a history", log=True), page.Axis("histories")
+    items = page.Series("items", places.tolist(), popularity[places - 1].tolist())
+    by_popularity = page.Axis("item, by popularity", log=True), page.Axis("events", log=True)
     return page.document(
         f"Data set {options.path}",
-        f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items",
+        _counts(found),
         page.section(
             "Bubbles of random batches",
             f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left "
             "when samples are placed as well as can be.",
             page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
-            page.line_chart(
-                [
-                    page.Series("random batches", ranks, [b.straggler_share for b in bubbles]),
-                    page.Series("placed at best", ranks, [b.best_share for b in bubbles]),
-                ],
-                page.Axis("ranks", log=len(ranks) > 1),
-                page.Axis("time spent waiting", percent=True),
-            ),
+            _bubble_chart(bubbles),
         ),
         page.section(
             "Lengths",
             "How many histories have how many events.",
             page.table(["quantile", "events"], _length_rows(found)),
-            page.histogram(
-                edges.tolist(), counts.tolist(), page.Axis("events in a history", log=True), page.Axis("histories")
-            ),
+            page.histogram(edges.tolist(), counts.tolist(), events, histories),
         ),
         page.section(
             "Popularity",
             "Events per item, most popular first.",
             page.table(["items", "share"], _popularity_rows(found)),
-            page.line_chart(
-                [page.Series("items", places.tolist(), popularity[places - 1].tolist())],
-                page.Axis("item, by popularity", log=True),
-                page.Axis("events", log=True),
-            ),
+            page.line_chart([items], *by_popularity),
         ),
     )
+
+
+def _bubble_chart(bubbles: list[Imbalance]) -> str:
+    ranks = [float(b.ranks) for b in bubbles]
+    drawn = page.Series("random batches", ranks, [b.straggler_share for b in bubbles])
+    best = page.Series("placed at best", ranks, [b.best_share for b in bubbles])
+    axes = page.Axis("ranks", log=len(ranks) > 1), page.Axis("time spent waiting", percent=True)
+    return page.line_chart([drawn, best], *axes)

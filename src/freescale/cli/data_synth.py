@@ -1,6 +1,5 @@
 """`freescale data synth`: a made-up log."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from freescale.cli.options import parse
+from freescale.cli.options import parse, say
 from freescale.data.sources import planted, synthetic
 from freescale.data.store.manifest import Manifest
 from freescale.errors import UsageError
@@ -41,20 +40,13 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if options.users < 1 or (options.items is not None and options.items < 1) or options.seed < 0:
         raise UsageError("--users and --items must be at least 1 and --seed 0 or more", remedy=f"see {prog} --help")
-    made = _plant(options) if options.preset == "planted" else _synthesize(options, options.preset)
-    sys.stdout.write(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events\n")
+    if options.preset == "planted":
+        made = _plant(options)
+    else:
+        size = {"users": options.users, "catalogue": options.items or 100_000, "seed": options.seed}
+        made = synthetic.write(options.target, options.preset, popularity=options.popularity or "public", **size)
+    say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
     return 0
-
-
-def _synthesize(options: Options, preset: synthetic.Preset) -> Manifest:
-    return synthetic.write(
-        options.target,
-        preset,
-        users=options.users,
-        catalogue=options.items or 100_000,
-        popularity=options.popularity or "public",
-        seed=options.seed,
-    )
 
 
 def _plant(options: Options) -> Manifest:
@@ -64,7 +56,6 @@ def _plant(options: Options) -> Manifest:
     if items < planted.FEWEST_ITEMS:
         raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {planted.FEWEST_ITEMS}")
     made = planted.write(options.target, users=options.users, catalogue=items, seed=options.seed)
-    for label in planted.CHANCES:
-        best = planted.optimum(options.target, label)
-        sys.stdout.write(f"{label}: normalised entropy is {best:.4f} at best\n")
+    best = {label: planted.optimum(options.target, label) for label in planted.CHANCES}
+    say(*(f"{label}: normalised entropy is {value:.4f} at best" for label, value in best.items()))
     return made

@@ -1,15 +1,12 @@
 """`freescale doctor`: can training start here, and if not, what mends it."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from freescale.cli import checks
 from freescale.cli.checks import Finding, Target
-from freescale.cli.options import parse, print_json
+from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
 
 
@@ -22,7 +19,7 @@ class Options:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What training is to run on; auto takes the GPU where there is a driver."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the findings as JSON."""
 
 
@@ -35,15 +32,12 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print_json({"ready": ready, "device": target.device, "findings": [asdict(finding) for finding in findings]})
     else:
-        sys.stdout.write("".join(_lines(findings)))
-        sys.stdout.write(f"\ntraining on {target.device} {'can' if ready else 'cannot'} start here\n")
+        say(*_lines(findings), "", f"training on {target.device} {'can' if ready else 'cannot'} start here")
     return 0 if ready else InstallError.exit_code
 
 
 def _device(asked: str) -> Literal["cpu", "cuda"]:
-    if asked == "cuda" or (asked == "auto" and checks.has_gpu_driver()):
-        return "cuda"
-    return "cpu"
+    return "cuda" if asked == "cuda" or (asked == "auto" and checks.has_gpu_driver()) else "cpu"
 
 
 def _examine(target: Target) -> Iterator[Finding]:
@@ -60,6 +54,6 @@ def _examine(target: Target) -> Iterator[Finding]:
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
-        yield f"{finding.status:<8} {finding.check}: {finding.what}\n"
+        yield f"{finding.status:<8} {finding.check}: {finding.what}"
         if finding.status != "ok":
-            yield f"         why:    {finding.why}\n         remedy: {finding.remedy}\n"
+            yield f"         why:    {finding.why}\n         remedy: {finding.remedy}"

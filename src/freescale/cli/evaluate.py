@@ -1,11 +1,10 @@
 """`freescale evaluate`: how good a trained model is on what it has not seen."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from freescale.cli.options import parse, print_json
+from freescale.cli.options import parse, print_json, say
 from freescale.cli.saved import RunOptions, on_ranks
 from freescale.errors import UsageError
 
@@ -33,14 +32,12 @@ def run(argv: Sequence[str], prog: str) -> int:
 
         evaluation = evaluation_of(saved.config, saved.world, saved.assembly.network, saved.assembly.tables)
         if evaluation is None:
-            raise UsageError(
-                "nothing is held out in this run",
-                remedy='train with data.split = "last" or "time", or give it --data.test-path',
-            )
+            remedy = 'train with data.split = "last" or "time", or give it --data.test-path'
+            raise UsageError("nothing is held out in this run", remedy=remedy)
         metrics = evaluation()
         if saved.world.leads and options.json:
             print_json({"step": saved.step, **metrics})
         elif saved.world.leads:
-            sys.stdout.write(f"step {saved.step}\n" + "".join(f"{n:>16}  {v:,.4f}\n" for n, v in metrics.items()))
+            say(f"step {saved.step}", *(f"{name:>16}  {value:,.4f}" for name, value in metrics.items()))
 
     return on_ranks(options, ["evaluate", *argv], work)

@@ -1,6 +1,5 @@
 """`freescale export`: a trained model in files that others read."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.cli.options import parse
+from freescale.cli.options import parse, say
 from freescale.cli.saved import RunOptions, on_ranks
 
 if TYPE_CHECKING:
@@ -35,6 +34,6 @@ def run(argv: Sequence[str], prog: str) -> int:
 
         files = export_model(saved, options.out)
         if saved.world.leads:
-            sys.stdout.write("".join(f"{options.out / name}\n" for name in files))
+            say(*(str(options.out / name) for name in files))
 
     return on_ranks(options, ["export", *argv], work)

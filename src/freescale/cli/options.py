@@ -4,11 +4,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from freescale.errors import UsageError
+
 T = TypeVar("T")
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""An option without a value, and without an opposite."""
 _WIDTH = 120
 """Of tables that go into a file or another program."""
 
@@ -18,9 +23,26 @@ def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
     return tyro.cli(schema, args=list(argv), prog=prog)
 
 
-def print_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)
-) -> None:
+def require_gpu(device: str) -> None:
+    """Refuse to go on with cuda where there is none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, and the folder that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def say(*lines: str) -> None:
+    """Print lines for people."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def print_table(title: str, header: list[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)) -> None:
     """Print a table for people. `words`: columns of text; the others are numbers and stand at the right."""
     from rich.console import Console
     from rich.table import Table
@@ -36,4 +58,4 @@ def print_table(
 
 def print_json(result: Any) -> None:
     """Print a result for a program to read."""
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    say(json.dumps(result, indent=1))

@@ -1,6 +1,5 @@
 """`freescale predict`: the best items for every user."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.cli.options import parse
+from freescale.cli.options import parse, say
 from freescale.cli.saved import RunOptions, on_ranks
 from freescale.errors import UsageError
 
@@ -41,6 +40,6 @@ def run(argv: Sequence[str], prog: str) -> int:
         users = predict(saved, options.out, count=options.k)
         total = saved.world.transport.total(users, name="users")
         if saved.world.leads:
-            sys.stdout.write(f"{options.out}: {options.k} items for each of {total:,} users\n")
+            say(f"{options.out}: {options.k} items for each of {total:,} users")
 
     return on_ranks(options, ["predict", *argv], work)

@@ -27,8 +27,7 @@ class RunOptions:
 
 def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
     """Open the run on every rank and let each do its part of the work."""
-    code = launched_instead(words, ranks=options.nproc)
-    if code is not None:
+    if (code := launched_instead(words, ranks=options.nproc)) is not None:
         return code
     from freescale.train.saved import config_of, open_run
     from freescale.transport.world import join, leave

@@ -1,14 +1,10 @@
 """`freescale selftest`: is every way and every technique correct on these machines."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from freescale.cli.options import parse, print_json, print_table
-from freescale.errors import UsageError
+from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
 from freescale.launch import launched_instead
 
 _DEADLINE = 60.0
@@ -25,33 +21,28 @@ class Options:
     """What to test."""
     nproc: int = 2
     """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the outcomes as JSON."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Check everything and print what became of each."""
     options = parse(Options, argv, prog)
-    code = launched_instead(["selftest", *argv], ranks=options.nproc)
-    if code is not None:
+    if (code := launched_instead(["selftest", *argv], ranks=options.nproc)) is not None:
         return code
-    import torch
-
     from freescale.train.selftest import Selftest
     from freescale.transport.world import join, leave
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+    require_gpu(options.device)
     world = join(deadline=_DEADLINE, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.leads and options.json:
         print_json([asdict(outcome) for outcome in outcomes])
     elif world.leads:
+        title = f"selftest, {world.ranks} ranks on {world.device.type}"
         rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
-        print_table(
-            f"selftest, {world.ranks} ranks on {world.device.type}", ["check", "outcome", "why"], rows, words=(0, 1, 2)
-        )
-        sys.stdout.write(f"{failed} failed\n" if failed else "nothing failed\n")
+        print_table(title, ["check", "outcome", "why"], rows, words=(0, 1, 2))
+        say(f"{failed} failed" if failed else "nothing failed")
     leave()
     return 1 if failed else 0

@@ -1,22 +1,22 @@
 """`freescale simulate`: what other clusters and other sizes would do with a run, or with a data set."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
 from freescale import config as configs
 from freescale.bubbles import records
-from freescale.cli.options import parse, print_json, print_table
+from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
 from freescale.config import RunConfig
 from freescale.data.stats import profile
 from freescale.data.store.dataset import Dataset
 from freescale.errors import UsageError
 from freescale.simulate import calibrate, cluster
+from freescale.simulate.cluster import Cluster
 from freescale.simulate.operations import Machine
 from freescale.simulate.report import HEADER, report, rows, scaling
 from freescale.simulate.whatif import ABLATION, Outcome, Question, Techniques, answer
@@ -52,7 +52,7 @@ class Options:
     """Steps to simulate."""
     out: Path = Path("simulate.html")
     """The page."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print everything as JSON."""
 
 
@@ -65,18 +65,17 @@ def run(argv: Sequence[str], prog: str) -> int:
         wrong = "--gpus must be at least 1, --steps at least 5, --batch and --max-history at least 1"
         raise UsageError(wrong, remedy=f"see {prog} --help")
     question, said = _question(options)
-    techniques = ABLATION if not options.without else (_without(options.without),)
+    used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
+    techniques = (Techniques(**used),) if options.without else ABLATION
     outcomes = [one for ranks in sorted(options.gpus) for one in answer(question, ranks, techniques)]
     name = str(options.run or options.from_data)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(report(name, question.cluster, said, outcomes), encoding="utf-8")
+    write_page(options.out, report(name, question.cluster, said, outcomes))
     if options.json:
-        print_json(
-            {"cluster": question.cluster.name, "said": said, "outcomes": [_figures(o, outcomes) for o in outcomes]}
-        )
-        return 0
-    print_table(f"{name} on {question.cluster.name}", HEADER, rows(outcomes), words=(1,))
-    sys.stdout.write("".join(f"{line}\n" for line in said) + f"page: {options.out}\n")
+        figures = [_figures(one, outcomes) for one in outcomes]
+        print_json({"cluster": question.cluster.name, "said": said, "outcomes": figures})
+    else:
+        print_table(f"{name} on {question.cluster.name}", HEADER, rows(outcomes), words=(1,))
+        say(*said, f"page: {options.out}")
     return 0
 
 
@@ -85,7 +84,7 @@ def _question(options: Options) -> tuple[Question, list[str]]:
     config, batch = _config(options)
     found = profile(Dataset(config.data.path))
     model, where = Model.of(config, found), cluster.load(options.cluster)
-    machine, compute = _machine(options, model, where)
+    machine, compute = _machine(options.run, model, where)
     lengths = np.minimum(found.lengths.values, config.data.max_history)
     said = [
         compute,
@@ -95,10 +94,8 @@ def _question(options: Options) -> tuple[Question, list[str]]:
     ]
     if config.task.kind == "ranking":
         said.append("The candidates of this task are left out: its steps are longer than these.")
-    asked = Question(
-        model, lengths, found.lengths.counts, batch, where, machine, rules=config.balance, steps=options.steps
-    )
-    return asked, said
+    counts = found.lengths.counts
+    return Question(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
 
 
 def _config(options: Options) -> tuple[RunConfig, int]:
@@ -108,29 +105,22 @@ def _config(options: Options) -> tuple[RunConfig, int]:
         config, batch = replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
     else:
         if not (options.run / "config.toml").exists():
-            raise UsageError(
-                "there is no run in this folder", where=str(options.run), remedy="give the --out of a training"
-            )
+            remedy = "give the --out of a training"
+            raise UsageError("there is no run in this folder", where=str(options.run), remedy=remedy)
         config = configs.load(options.run / "config.toml")
         batch = max(1, config.data.global_batch // records.read_machine(options.run).ranks)
     data = replace(config.data, max_history=options.max_history or config.data.max_history)
     return replace(config, data=data), options.batch or batch
 
 
-def _machine(
-    options: Options, model: Model, where: cluster.Cluster
-) -> tuple[Callable[[cluster.Cluster], Machine], str]:
+def _machine(run: Path | None, model: Model, where: Cluster) -> tuple[Callable[[Cluster], Machine], str]:
     """How quick a rank is: as the run was, if it ran on such a device; else by the device's figures."""
-    device = "" if options.run is None else records.read_machine(options.run).device
-    if options.run is None or where.device.lower() not in device.lower():
+    device = "" if run is None else records.read_machine(run).device
+    if run is None or where.device.lower() not in device.lower():
         why = f"the run was on {device}" if device else "there is no run"
         return lambda c: Machine.of(c, model), f"Compute by the figures of {where.device}, since {why}."
-    compute = calibrate.computes(records.read_samples(options.run))
+    compute = calibrate.computes(records.read_samples(run))
     return lambda c: compute.applied(Machine.of(c, model)), f"Compute as measured on {device}, {compute.error:.1%} off."
-
-
-def _without(names: Sequence[str]) -> Techniques:
-    return Techniques(**{name: name.replace("_", "-") not in names for name in Techniques._fields})
 
 
 def _figures(one: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:

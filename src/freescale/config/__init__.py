@@ -12,21 +12,3 @@ from freescale.config.schema import (
     TrainConfig,
     TransportConfig,
 )
-
-__all__ = [
-    "RECIPES",
-    "BalanceConfig",
-    "DataConfig",
-    "ModelConfig",
-    "RunConfig",
-    "TablesConfig",
-    "TaskConfig",
-    "TrainConfig",
-    "TransportConfig",
-    "load",
-    "override",
-    "parse",
-    "resolve",
-    "save",
-    "to_toml",
-]

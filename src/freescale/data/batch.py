@@ -4,7 +4,7 @@ This is the door from numpy to torch; everything under it in this room works wit
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,58 +82,42 @@ class Batch:
         """The same on another device."""
         if self.sample_id.device == device:
             return self
-        return replace(
-            self,
-            sample_id=self.sample_id.to(device, non_blocking=True),
-            scalars={name: values.to(device, non_blocking=True) for name, values in self.scalars.items()},
-            history=self.history.to(device),
-            candidates=self.candidates.to(device) if self.candidates else None,
-            targets=self.targets.to(device) if self.targets else None,
-        )
+        return self.with_groups({name: events.to(device) for name, events in self.groups().items()})
 
     def parts(self, count: int) -> list["Batch"]:
         """Cut into so many batches of about equally many samples, some of them maybe empty."""
-        cuts = [len(self) * i // count for i in range(count + 1)]
-        return [self._between(begin, end) for begin, end in itertools.pairwise(cuts)] if count > 1 else [self]
+        if count == 1:
+            return [self]
+        groups, cuts = self.groups(), [len(self) * i // count for i in range(count + 1)]
+        parts = [{name: e.between(*ends) for name, e in groups.items()} for ends in itertools.pairwise(cuts)]
+        return [self.with_groups(part) for part in parts]
 
     def without(self, left_out: Collection[int]) -> "Batch":
         """All samples but some, wherever they are."""
         kept = ~torch.isin(self.sample_id, torch.tensor(sorted(left_out), dtype=torch.int64))
-        if kept.all():
-            return self
         samples = kept.nonzero()[:, 0]
-        return replace(
-            self,
-            sample_id=self.sample_id[samples],
-            scalars={name: values[samples] for name, values in self.scalars.items()},
-            history=self.history.only(samples),
-            candidates=self.candidates.only(samples) if self.candidates else None,
-            targets=self.targets.only(samples) if self.targets else None,
-        )
+        return self if kept.all() else self.with_groups({n: e.only(samples) for n, e in self.groups().items()})
 
-    def _between(self, begin: int, end: int) -> "Batch":
-        return replace(
-            self,
-            sample_id=self.sample_id[begin:end],
-            scalars={name: values[begin:end] for name, values in self.scalars.items()},
-            history=self.history.between(begin, end),
-            candidates=self.candidates.between(begin, end) if self.candidates else None,
-            targets=self.targets.between(begin, end) if self.targets else None,
-        )
+    def groups(self) -> dict[str, Events]:
+        """Its features, as groups that share their lengths: one value per sample, per event, and so on."""
+        alone = Events(torch.arange(len(self) + 1), {"": self.sample_id, **self.scalars})
+        several = {"history": self.history, "candidates": self.candidates, "targets": self.targets}
+        return {"sample": alone} | {name: events for name, events in several.items() if events is not None}
+
+    def with_groups(self, groups: Mapping[str, Events]) -> "Batch":
+        """A batch of the same step with other samples."""
+        scalars, history = dict(groups["sample"].features), groups["history"]
+        several = {name: groups.get(name) for name in ("candidates", "targets")}
+        return replace(self, sample_id=scalars.pop(""), scalars=scalars, history=history, **several)
 
 
 def assemble(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:
     """Join what a step takes from one window or, where windows meet, from several. One piece is not copied."""
-    first = pieces[0]
-    return Batch(
-        epoch=epoch,
-        step=step,
-        sample_id=_tensor([p.sample_id for p in pieces]),
-        scalars={name: _tensor([p.scalars[name] for p in pieces]) for name in first.scalars},
-        history=_events([p.history for p in pieces]),
-        candidates=_events([p.candidates for p in pieces if p.candidates]) if first.candidates else None,
-        targets=_events([p.targets for p in pieces if p.targets]) if first.targets else None,
-    )
+    sample_id = _tensor([piece.sample_id for piece in pieces])
+    scalars = {name: _tensor([piece.scalars[name] for piece in pieces]) for name in pieces[0].scalars}
+    candidates, targets = [p.candidates for p in pieces if p.candidates], [p.targets for p in pieces if p.targets]
+    others = (_events(some) if some else None for some in (candidates, targets))
+    return Batch(epoch, step, sample_id, scalars, _events([piece.history for piece in pieces]), *others)
 
 
 def _events(pieces: Sequence[Packed]) -> Events:

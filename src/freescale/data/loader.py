@@ -42,11 +42,9 @@ class Loader:
         quarantine_file: str | None = None,
     ) -> None:
         if ranks > config.shards:
-            raise ConfigError(
-                f"data.shards = {config.shards} cannot feed {ranks} ranks: each shard is read by one rank",
-                key="data.shards",
-                remedy=f"set data.shards to {ranks} or more (it is part of the order of the samples)",
-            )
+            what = f"data.shards = {config.shards} cannot feed {ranks} ranks: each shard is read by one rank"
+            remedy = f"set data.shards to {ranks} or more (it is part of the order of the samples)"
+            raise ConfigError(what, key="data.shards", remedy=remedy)
         quarantine = Quarantine(config.on_bad, quarantine_file)
         self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
         known = self.dataset.manifest.items if self.dataset.manifest else 0
@@ -93,10 +91,8 @@ class Loader:
         rows = max(1, self.dataset.layout.common)
         groups = -(-self._config.global_batch // rows)
         if self._config.order == "log" and groups < self._ranks:
-            notice(
-                f"order = log: a step of {self._config.global_batch} samples comes from about {groups} row groups of "
-                f"{rows}, so most of {self._ranks} ranks hold nothing until samples are balanced"
-            )
+            few = f"a step of {self._config.global_batch} samples comes from about {groups} row groups of {rows}"
+            notice(f"order = log: {few}, so most of {self._ranks} ranks hold nothing until samples are balanced")
 
     def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
         """Cut windows into steps."""
@@ -128,13 +124,10 @@ class Loader:
 
     def _read(self, shares: Iterator[Share], pool: ThreadPoolExecutor | None) -> Iterator[tuple[Share, list[Group]]]:
         """Read the row groups of each share; with a pool, those of the next share while this one is worked on."""
-        if pool is None:
-            for share in shares:
-                yield share, [self.dataset.read_group(group) for group in share.groups.tolist()]
-            return
+        read = map if pool is None else pool.map
         coming: deque[tuple[Share, Iterator[Group]]] = deque()
         for share in shares:
-            coming.append((share, pool.map(self.dataset.read_group, share.groups.tolist())))
+            coming.append((share, read(self.dataset.read_group, share.groups.tolist())))
             if len(coming) > 1:
                 ready, groups = coming.popleft()
                 yield ready, list(groups)

@@ -4,8 +4,7 @@
 the cut; evaluation sees the same and is asked for the events after it.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A way to cut histories, and which side of it is wanted."""
 
     kind: Literal["none", "last", "time"] = "none"

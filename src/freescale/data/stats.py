@@ -19,8 +19,8 @@ _PENDING = 1 << 22
 class Tally:
     """How often each of many integers was seen; memory follows the distinct ones."""
 
-    values: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    counts: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    values: Ints = field(default_factory=lambda: np.zeros(0, int))
+    counts: Ints = field(default_factory=lambda: np.zeros(0, int))
     _pending: list[tuple[Ints, Ints]] = field(default_factory=list)
     _held: int = 0
 
@@ -82,15 +82,13 @@ class Profile:
 def profile(dataset: Dataset, *, workers: int = 2) -> Profile:
     """Read a whole data set once and describe it."""
     lengths, items = Tally(), Tally()
-    rows = events = 0
     for group in _groups(dataset, workers):
         column = group.columns["item_id"]
         lengths.add(column.lengths[group.usable])
         items.add(column.values)
-        rows, events = rows + int(group.usable.sum()), events + len(column.values)
     lengths.settle()
     items.settle()
-    return Profile(rows, events, lengths, items)
+    return Profile(int(lengths.counts.sum()), int(items.counts.sum()), lengths, items)
 
 
 def _groups(dataset: Dataset, workers: int) -> Iterator[Group]:

@@ -4,8 +4,7 @@ On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of it
 batch, ids outside it are folded into a few rows behind it by a hash, so that a new item trains something stable.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ from freescale.data.order.permute import mix
 FILE = "vocabulary.parquet"
 
 
-@dataclass(frozen=True)
-class KnownItems:
+class KnownItems(NamedTuple):
     """Item ids below `items` are known; `items` = 0 means that nobody counted, and every id is taken as it is."""
 
     items: int

@@ -5,9 +5,8 @@ and a slice costs nothing. Works on numpy, without torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -22,8 +21,7 @@ Ints = NDArray[np.int64]
 Values = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """Features of events: sample i owns values offsets[i] to offsets[i + 1] of each."""
 
     offsets: Ints
@@ -35,8 +33,7 @@ class Packed:
         return Packed(self.offsets[begin : end + 1] - low, {n: v[low:high] for n, v in self.features.items()})
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Samples of one rank, in the order of the epoch."""
 
     position: Ints
@@ -49,24 +46,14 @@ class Window:
     def between(self, begin: int, end: int) -> "Window":
         """Samples at positions [begin, end) of the epoch."""
         low, high = np.searchsorted(self.position, [begin, end]).tolist()
-        return Window(
-            self.position[low:high],
-            self.sample_id[low:high],
-            {name: values[low:high] for name, values in self.scalars.items()},
-            self.history.slice(low, high),
-            self.candidates.slice(low, high) if self.candidates else None,
-            self.targets.slice(low, high) if self.targets else None,
-        )
+        scalars = {name: values[low:high] for name, values in self.scalars.items()}
+        others = (packed and packed.slice(low, high) for packed in (self.candidates, self.targets))
+        position, sample_id = self.position[low:high], self.sample_id[low:high]
+        return Window(position, sample_id, scalars, self.history.slice(low, high), *others)
 
 
 def prepare(
-    share: Share,
-    groups: Sequence[Group],
-    kinds: Mapping[str, Kind],
-    *,
-    split: Split,
-    max_history: int,
-    known: KnownItems,
+    share: Share, groups: Sequence[Group], kinds: dict[str, Kind], *, split: Split, max_history: int, known: KnownItems
 ) -> tuple[Window, int]:
     """Pack a rank's share of a window. Also gives the number of events whose item is outside the vocabulary."""
     usable = _end_to_end([group.usable for group in groups], bool)[share.source]

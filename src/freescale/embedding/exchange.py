@@ -6,7 +6,6 @@ another holds the tables in order; what it keeps holds, per table, the ranks in 
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,7 @@ Masks = dict[str, Tensor]
 """Per table, which of some ids are meant."""
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """Which rows of a batch, or of a part of it, come from where."""
 
     wanted: Counts
@@ -41,11 +39,8 @@ class Route:
 
     def part(self, wanted: Masks, asked: Masks) -> "Route":
         """The route of some of the ids: `wanted` of those that this rank wants, `asked` of those asked of it."""
-        return Route(
-            _counted(list(wanted.values()), self.wanted),
-            _counted(list(asked.values()), self.asked),
-            {name: rows[asked[name]] for name, rows in self.local.items()},
-        )
+        counts = _counted([*wanted.values()], self.wanted), _counted([*asked.values()], self.asked)
+        return Route(*counts, {name: rows[asked[name]] for name, rows in self.local.items()})
 
 
 class Parts(NamedTuple):
@@ -57,8 +52,7 @@ class Parts(NamedTuple):
     """Of the ids that this rank wants: which are shared."""
 
 
-@dataclass(frozen=True)
-class Coming:
+class Coming(NamedTuple):
     """Rows of several tables on their way here, one transfer per width."""
 
     of_width: list[tuple[list[str], "_Travelling"]]
@@ -92,12 +86,12 @@ class Exchange:
         """Owners say which ids of two batches are in both, one bit each. `shared`: what they found, per table."""
         names = [table.name for table in self._tables]
         found = [{name: shared[name].of_this for name in names}, {name: shared[name].of_next for name in names}]
-        asked, wanted = ([a + b for a, b in zip(*sides, strict=True)] for sides in _sides(this, following))
+        asked = [a + b for a, b in zip(this.asked, following.asked, strict=True)]
+        wanted = [a + b for a, b in zip(this.wanted, following.wanted, strict=True)]
         bits = _by_rank([mask for of_batch in found for mask in of_batch.values()], asked)
         send, receive = ([sum(counts) for counts in side] for side in (asked, wanted))
-        got = self._transport.all_to_all(
-            pack(bits, send), packed_sizes(send), packed_sizes(receive), name="shared ids"
-        ).wait()
+        sizes = packed_sizes(send), packed_sizes(receive)
+        got = self._transport.all_to_all(pack(bits, send), *sizes, name="shared ids").wait()
         masks = _by_table(unpack(got, receive), wanted)
         mine = [dict(zip(names, masks[: len(names)], strict=True)), dict(zip(names, masks[len(names) :], strict=True))]
         routes = zip((this, following), mine, found, strict=True)
@@ -145,10 +139,6 @@ def _counted(masks: list[Tensor], counts: Counts) -> Counts:
         ends = torch.tensor([0, *itertools.accumulate(c[place] for c in counts)], device=mask.device)
         found.append(torch.cat([mask.new_zeros(1), mask]).cumsum(0)[ends].diff().tolist())
     return [list(of_rank) for of_rank in zip(*found, strict=True)]
-
-
-def _sides(this: Route, following: Route) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
-    return (this.asked, following.asked), (this.wanted, following.wanted)
 
 
 def _not(masks: Masks) -> Masks:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -76,10 +76,7 @@ class FusedShard:
 
     def state(self) -> dict[str, Tensor]:
         """Weights and sums of squares."""
-        found: dict[str, Tensor] = {}
-        for one in self._collections:
-            found |= one.state()
-        return found
+        return {name: values for one in self._collections for name, values in one.state().items()}
 
 
 class Collection:
@@ -119,13 +116,11 @@ def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
     kinds, one_kernel = sharded._sharding_types, [type(module) for module in modules] == [BatchedFusedEmbedding]
     where = f"collection of the tables {', '.join(sharded._table_names)}"
     if kinds != ["row_wise"] or not one_kernel:
-        raise ConfigError(
-            f"its tables are {' and '.join(kinds)} in {len(modules)} kernels; rows travel only of "
-            "row-wise tables in one fused kernel",
-            where=where,
-            remedy="shard it row_wise with the fused kernel; tables that differ in optimizer or precision go to "
-            "collections of their own",
-        )
+        what = f"its tables are {' and '.join(kinds)} in {len(modules)} kernels"
+        what += "; rows travel only of row-wise tables in one fused kernel"
+        remedy = "shard it row_wise with the fused kernel"
+        remedy += "; tables that differ in optimizer or precision go to collections of their own"
+        raise ConfigError(what, where=where, remedy=remedy)
     kernel: SplitTableBatchedEmbeddingBagsCodegen = modules[0].emb_module
     if kernel.weights_precision != SparseType.FP32:
         raise not_exact(f"rows of {kernel.weights_precision.value} are rounded at random", where)
@@ -143,52 +138,37 @@ def require_exact(optimizer: EmbOptimType, where: str) -> None:
 
 def not_exact(why: str, where: str) -> ConfigError:
     """What is said to somebody whose tables cannot be changed in two parts."""
-    return ConfigError(
-        f"prioritized embeddings would not be exact: {why}",
-        where=where,
-        remedy="use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it",
-    )
+    remedy = "use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it"
+    return ConfigError(f"prioritized embeddings would not be exact: {why}", where=where, remedy=remedy)
 
 
-def fused_shard(
-    tables: Sequence[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device
-) -> FusedShard:
+def fused_shard(tables: Sequence[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> FusedShard:
     """Plan, shard and allocate tables, one collection per width."""
     sharded = [(_sharded(of_width, config, group, device), of_width) for of_width in by_dim(tables)]
     return FusedShard([Collection(one, {t.name: t.name for t in of_width}) for one, of_width in sharded])
 
 
-def _sharded(tables: list[Table], config: TablesConfig, group: dist.ProcessGroup, device: torch.device) -> Any:
+def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> Any:
     """One row-wise ShardedEmbeddingCollection, planned for this cluster's memory."""
-    collection = EmbeddingCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name])
-            for t in tables
-        ],
-    )
+    configs = [
+        EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]) for t in tables
+    ]
+    collection = EmbeddingCollection(device=torch.device("meta"), tables=configs)
     fused = {"optimizer": _OPTIMIZERS[config.optimizer], "learning_rate": config.lr, "eps": config.eps}
     sharders: list[Any] = [EmbeddingCollectionSharder(fused_params=fused)]
     constraint = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
-    planner = EmbeddingShardingPlanner(
-        topology=_topology(group, device),
-        constraints={table.name: constraint for table in tables},
-        storage_reservation=FixedPercentageStorageReservation(_KEPT_FREE),
-    )
+    constraints, kept = {t.name: constraint for t in tables}, FixedPercentageStorageReservation(_KEPT_FREE)
+    planner = EmbeddingShardingPlanner(_topology(group, device), constraints=constraints, storage_reservation=kept)
     try:
         plan = planner.collective_plan(collection, sharders, group)
     except PlannerError as error:
-        raise ConfigError(
-            f"the tables do not fit the memory of {group.size()} ranks: {reason(error)}",
-            remedy="use more ranks, a smaller model.dim, or fewer rows",
-        ) from error
+        what = f"the tables do not fit the memory of {group.size()} ranks: {reason(error)}"
+        raise ConfigError(what, remedy="use more ranks, a smaller model.dim, or fewer rows") from error
     env = ShardingEnv.from_process_group(group)
-    return DistributedModelParallel(
-        collection, env=env, device=device, plan=plan, sharders=sharders, init_parameters=False
-    ).module
+    return DistributedModelParallel(collection, env, device, plan, sharders, init_parameters=False).module
 
 
-def _topology(group: dist.ProcessGroup, device: torch.device) -> Topology:
+def _topology(group: ProcessGroup, device: torch.device) -> Topology:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     trainer = TrainerConfig(world_size=group.size(), local_world_size=local, ddr_cap_bytes=memory // local)

@@ -10,10 +10,8 @@ from freescale.embedding.tables import Table
 
 def replicated(tables: Sequence[Table], dtype: torch.dtype) -> list[str]:
     """Every rank holds everything."""
-    return [
-        f"table {t.name}: {t.rows:,} x {t.dim}, a copy on every rank, {_mb(t.rows * t.dim * dtype.itemsize)}"
-        for t in tables
-    ]
+    sizes = [(t, _mb(t.rows * t.dim * dtype.itemsize)) for t in tables]
+    return [f"table {t.name}: {t.rows:,} x {t.dim}, a copy on every rank, {size}" for t, size in sizes]
 
 
 def sharded(tables: ShardedTables, ranks: int) -> list[str]:
@@ -24,10 +22,9 @@ def sharded(tables: ShardedTables, ranks: int) -> list[str]:
         rows = table.block(ranks)
         per_row = {name: _bytes_per_row(tensor) for name, tensor in state.items() if name.split(".")[0] == table.name}
         weights, memory = per_row.pop(table.name) * rows, sum(per_row.values()) * rows
-        lines.append(
-            f"table {table.name}: {table.rows:,} x {table.dim} row-wise over {ranks} ranks, up to {rows:,} rows each: "
-            f"{_mb(weights)} of weights and {_mb(memory)} of optimizer state per rank"
-        )
+        shape = f"{table.rows:,} x {table.dim} row-wise over {ranks} ranks, up to {rows:,} rows each"
+        held = f"{_mb(weights)} of weights and {_mb(memory)} of optimizer state per rank"
+        lines.append(f"table {table.name}: {shape}: {held}")
     return lines
 
 

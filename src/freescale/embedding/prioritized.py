@@ -158,9 +158,8 @@ def held(journeys: Iterable[Journey]) -> Held:
     """Ids asked for, here and there; rows that came or are about to go; gradients of rows, on their way or arrived."""
     ids = rows = gradients = 0
     for one in journeys:
-        routes = [one.route] if one.route is not None else []
         ids += _bytes({name: wanted.unique for name, wanted in one.wanted.items()})
-        ids += sum(_bytes(route.local) for route in routes)
+        ids += 0 if one.route is None else _bytes(one.route.local)
         came = one.rows or {}  # read once: another thread may be done with them meanwhile
         rows += _bytes(came) + _bytes(one.looked_up) + _bytes(one.collided)
         grown = {name: values.grad for name, values in came.items() if values.grad is not None}

@@ -48,10 +48,8 @@ class PrioritizedEmbeddingCollection(ShardedEmbeddingCollection):
         for hook in self._hooks:
             hook.remove()
         self._serve = serve
-        self._hooks = [
-            self.register_state_dict_pre_hook(lambda *_: settle()),
-            self.register_load_state_dict_pre_hook(lambda *_: forget()),
-        ]
+        self._hooks = [self.register_state_dict_pre_hook(lambda *_: settle())]
+        self._hooks.append(self.register_load_state_dict_pre_hook(lambda *_: forget()))
 
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
         """Rows of every id, by feature."""
@@ -73,15 +71,8 @@ class PrioritizedEmbeddingSharder(EmbeddingCollectionSharder):
         """As TorchRec's sharder; refused if the result of training could differ from TorchRec's."""
         if self.fused_params and "optimizer" in self.fused_params:
             require_exact(self.fused_params["optimizer"], module_fqn or "PrioritizedEmbeddingSharder")
-        return PrioritizedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
+        named = {"qcomm_codecs_registry": self.qcomm_codecs_registry, "module_fqn": module_fqn}
+        return PrioritizedEmbeddingCollection(module, params, env, self.fused_params, device, **named)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
         """Rows travel only of tables that are dealt row by row."""

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from freescale.data.order.permute import key_of, mix
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """An embedding table of the whole run."""
 
     name: str

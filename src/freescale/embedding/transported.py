@@ -27,9 +27,7 @@ from freescale.transport.world import around
 class TransportEmbeddingSharder(EmbeddingCollectionSharder):
     """Shards collections row-wise as TorchRec does, and moves their rows by `way`."""
 
-    def __init__(
-        self, *, way: Way = "auto", deadline: float = 600.0, fused_params: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, *, way: Way = "auto", deadline: float = 600, fused_params: dict[str, Any] | None = None) -> None:
         super().__init__(fused_params=fused_params)
         self._way, self._deadline = way, deadline
 
@@ -97,19 +95,16 @@ class _OutputDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, Tensor]):
         # TorchRec names splits as they were when ids came the other way.
         send, receive = sharding_ctx.output_splits, sharding_ctx.input_splits
         arriving = self._transport.all_to_all(rows.detach(), send, receive, name="rows")
-        moved = _Moved(self._transport, rows, arriving, send, receive)
+        moved = _Moved(rows, arriving, self._transport, receive, send)
         return SequenceEmbeddingsAwaitable(moved, sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1])
 
     def _order(self, context: SequenceShardingContext, rows: Tensor) -> Tensor:
         """Where the rows stand when they lie rank by rank."""
         lengths, places = context.lengths_after_input_dist, torch.arange(len(rows), device=rows.device)
         assert lengths is not None
-        if context.sparse_features_recat is not None:
-            recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
-        else:
-            recat = self._by_rank
-        sizes = set(context.batch_size_per_rank or [])
-        if len(sizes) > 1:
+        order = context.sparse_features_recat
+        recat = self._by_rank if order is None else torch.ops.fbgemm.invert_permute(order)
+        if len(set(context.batch_size_per_rank or [])) > 1:
             return torch.ops.fbgemm.permute_1D_sparse_data(recat, lengths.view(-1), places, None, len(places))[1]
         table = lengths.view(len(recat), -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(recat, table, places, None, len(places))[1]
@@ -118,15 +113,12 @@ class _OutputDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, Tensor]):
 class _Moved(Awaitable[Tensor]):
     """Rows on their way; whoever waits gets them as a part of the graph."""
 
-    def __init__(
-        self, transport: Transport, rows: Tensor, arriving: Arriving[Tensor], send: list[int], receive: list[int]
-    ) -> None:
+    def __init__(self, rows: Tensor, arriving: Arriving[Tensor], *back: Any) -> None:
         super().__init__()
-        self._all = transport, rows, arriving, send, receive
+        self._all = rows, arriving, *back
 
     def _wait_impl(self) -> Tensor:
-        transport, rows, arriving, send, receive = self._all
-        return _Exchanged.apply(rows, arriving, transport, send, receive)
+        return _Exchanged.apply(*self._all)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -134,8 +126,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *words: Any) -> Tensor:  # pyrefly: ignore[bad-override]
-        _rows, arriving, transport, send, receive = words
-        ctx.back = transport, receive, send
+        _rows, arriving, *ctx.back = words
         return arriving.wait()
 
     @staticmethod

@@ -8,7 +8,7 @@ from freescale.config import ModelConfig
 from freescale.models.attention.operators import hstu_attention
 from freescale.models.keyed import Keys
 from freescale.models.sequence import TIME_BUCKETS, Bias, Layout
-from freescale.models.stem import Stem
+from freescale.models.stem import Encoder
 
 
 class RelativeBias(nn.Module):
@@ -47,17 +47,9 @@ class Block(nn.Module):
         return x + self.out(gated)
 
 
-class HSTU(nn.Module):
-    """Embedded events in, one vector per event out."""
+class HSTU(Encoder):
+    """Layers of pointwise attention."""
 
     def __init__(self, config: ModelConfig, *, longest: int) -> None:
-        super().__init__()
-        self.stem = Stem(config, longest)
-        self.blocks = nn.ModuleList(Block(config, longest, salt) for salt in range(1, config.layers + 1))
-
-    def forward(self, x: Tensor, layout: Layout, keys: Keys | None = None) -> Tensor:
-        """Encode packed events [tokens, dim]."""
-        x = self.stem(x, layout, keys)
-        for block in self.blocks:
-            x = block(x, layout, keys)
-        return x
+        blocks = (Block(config, longest, salt) for salt in range(1, config.layers + 1))
+        super().__init__(config, longest, blocks, nn.Identity())

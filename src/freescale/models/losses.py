@@ -7,9 +7,7 @@ import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor
 
 _CHUNK = 128  # tokens whose scores are at hand at a time: they stay in a core's cache
-_CHEAPER_TO_MULTIPLY = (
-    64  # scores of all rows are cheaper than gathering some while there are at most so many times more
-)
+_CHEAPER_TO_MULTIPLY = 64  # scores of all rows cost less than gathering some, up to so many times more of them
 
 
 def sampled_softmax(output: Tensor, rows: Tensor, *, right: Tensor, wrong: Tensor, temperature: float) -> Tensor:

@@ -33,12 +33,10 @@ class Inputs(Protocol):
     @property
     def ids(self) -> Mapping[str, Tensor]:
         """For each table, the ids whose rows `forward` reads: any shape, duplicates welcome."""
-        ...
 
     @property
     def count(self) -> int:
         """How many terms the loss has: the divisor, once added up over all ranks."""
-        ...
 
 
 class Model(Protocol):
@@ -47,12 +45,9 @@ class Model(Protocol):
     @property
     def tables(self) -> Mapping[str, tuple[int, int]]:
         """Rows and width of every embedding table that it reads."""
-        ...
 
     def prepare(self, batch: Batch) -> Inputs:
         """Lay out a batch, which may be empty. Anything random must be keyed by sample (see `keyed`)."""
-        ...
 
     def __call__(self, inputs: Any, rows: Mapping[str, Rows]) -> Tensor:
         """Give the *sum* of the losses of a batch; it is divided by the count of all ranks afterwards."""
-        ...

@@ -54,10 +54,8 @@ class Ranking(nn.Module):
         ids = batch.history["item_id"].new_empty(layout.tokens)
         ids[is_candidate], ids[~is_candidate] = batch.candidates["candidate_id"], batch.history["item_id"]
         event = batch.history["timestamp"].new_empty(layout.tokens)
-        event[is_candidate], event[~is_candidate] = (
-            _last_time(batch).repeat_interleave(offered),
-            batch.history["timestamp"],
-        )
+        event[is_candidate] = _last_time(batch).repeat_interleave(offered)
+        event[~is_candidate] = batch.history["timestamp"]
         return RankingInputs(
             ids={"item": ids},
             layout=replace(layout, times=Times(event, event)),

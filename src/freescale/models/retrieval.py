@@ -57,18 +57,12 @@ class Retrieval(nn.Module):
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Sum of the losses of all events that have a next one."""
-        items, tokens = rows["item"], inputs.layout.tokens
-        output = self.encoder(items.values[items.index[:tokens]], inputs.layout, inputs.keys)
-        asked = (inputs.layout.position + 1 < inputs.layout.lengths.repeat_interleave(inputs.layout.lengths)).nonzero()[
-            :, 0
-        ]
-        return sampled_softmax(
-            output[asked],
-            items.values,
-            right=items.index[asked + 1],
-            wrong=items.index[tokens:].view(tokens, self._task.negatives)[asked],
-            temperature=self._task.temperature,
-        )
+        items, layout, tokens = rows["item"], inputs.layout, inputs.layout.tokens
+        output = self.encoder(items.values[items.index[:tokens]], layout, inputs.keys)
+        asked = (layout.position + 1 < layout.lengths.repeat_interleave(layout.lengths)).nonzero()[:, 0]
+        right, wrong = items.index[asked + 1], items.index[tokens:].view(tokens, self._task.negatives)[asked]
+        temperature = self._task.temperature
+        return sampled_softmax(output[asked], items.values, right=right, wrong=wrong, temperature=temperature)
 
     def query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """What stands behind the last event of each sample, to be compared with `as_items`; 0 without events."""

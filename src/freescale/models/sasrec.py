@@ -6,7 +6,7 @@ from freescale.config import ModelConfig
 from freescale.models.attention.softmax import softmax_attention
 from freescale.models.keyed import Keys
 from freescale.models.sequence import Layout
-from freescale.models.stem import Stem
+from freescale.models.stem import Encoder
 
 
 class Block(nn.Module):
@@ -34,18 +34,9 @@ class Block(nn.Module):
         return x + dropped(self.narrow(hidden), 2)
 
 
-class SASRec(nn.Module):
-    """Embedded events in, one vector per event out."""
+class SASRec(Encoder):
+    """Layers of softmax attention, normalised at the end."""
 
     def __init__(self, config: ModelConfig, *, longest: int) -> None:
-        super().__init__()
-        self.stem = Stem(config, longest)
-        self.blocks = nn.ModuleList(Block(config, salt) for salt in range(1, config.layers + 1))
-        self.last = nn.LayerNorm(config.dim)
-
-    def forward(self, x: Tensor, layout: Layout, keys: Keys | None = None) -> Tensor:
-        """Encode packed events [tokens, dim]."""
-        x = self.stem(x, layout, keys)
-        for block in self.blocks:
-            x = block(x, layout, keys)
-        return self.last(x)
+        blocks = (Block(config, salt) for salt in range(1, config.layers + 1))
+        super().__init__(config, longest, blocks, nn.LayerNorm(config.dim))

@@ -1,4 +1,6 @@
-"""What every encoder does first: embedded events are scaled, told their place, and thinned out."""
+"""What every encoder has in common: what it does first, and its layers one after another."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from freescale.models.sequence import Layout
 
 
 class Stem(nn.Module):
-    """Learned positions under the embeddings."""
+    """Embedded events are scaled, told their place by learned positions, and thinned out."""
 
     def __init__(self, config: ModelConfig, longest: int) -> None:
         super().__init__()
@@ -20,3 +22,18 @@ class Stem(nn.Module):
         """Prepare packed events [tokens, dim]; `keys` turn dropout on."""
         x = x * self._scale + self.position[layout.place]
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
+
+
+class Encoder(nn.Module):
+    """Embedded events in, one vector per event out."""
+
+    def __init__(self, config: ModelConfig, longest: int, blocks: Iterable[nn.Module], last: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.last = Stem(config, longest), nn.ModuleList(blocks), last
+
+    def forward(self, x: Tensor, layout: Layout, keys: Keys | None = None) -> Tensor:
+        """Encode packed events [tokens, dim]."""
+        x = self.stem(x, layout, keys)
+        for block in self.blocks:
+            x = block(x, layout, keys)
+        return self.last(x)

@@ -28,11 +28,9 @@ class Streams(Protocol):
 
     def deferred(self) -> AbstractContextManager[object]:
         """What is launched inside runs beside everything else."""
-        ...
 
     def hand_over(self) -> Take:
         """Called where work was launched. What is launched after calling the result, anywhere, runs after that work."""
-        ...
 
 
 class NoStreams:
@@ -47,20 +45,16 @@ class NoStreams:
         return lambda: None
 
 
+NONE = NoStreams()
+
+
 class Executor(Generic[F]):
     """Issues the operations of one step after another. Batches are whatever the operations work on."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        do: Do[F],
-        waits: Waits,
-        *,
-        streams: Streams | None = None,
-        strictly_serial: bool = False,
+        self, schedule: Schedule, do: Do[F], waits: Waits, *, streams: Streams = NONE, strictly_serial: bool = False
     ) -> None:
-        self._schedule, self._do, self._waits = schedule, do, waits
-        self._streams = streams or NoStreams()
+        self._schedule, self._do, self._waits, self._streams = schedule, do, waits, streams
         deferred = any(operation.lane == "deferred" for operation in schedule.operations)
         self.overlaps = deferred and not strictly_serial
         self.looks_ahead = any(operation.batch > 0 for operation in schedule.operations)

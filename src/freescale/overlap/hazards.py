@@ -12,12 +12,8 @@ from typing import NamedTuple
 from freescale.overlap.schedule import Operation, RowSet, Schedule
 
 _STEPS = 8  # more than any dependency or slot reaches; what holds over so many holds over all
-_MEMBERS: dict[RowSet, tuple[int, bool]] = {
-    "collision": (-1, True),
-    "exclusive": (-1, False),
-    "urgent": (1, True),
-    "deferred": (1, False),
-}
+_BEFORE: dict[RowSet, tuple[int, bool]] = {"collision": (-1, True), "exclusive": (-1, False)}
+_MEMBERS = _BEFORE | {"urgent": (1, True), "deferred": (1, False)}
 """Of a set of a batch's rows: in which other batch, counted from it, they are or are not."""
 
 

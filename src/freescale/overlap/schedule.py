@@ -50,9 +50,8 @@ class Operation:
 
     def needs(self) -> list[tuple[str, int]]:
         """Keys of what must have ended, and the batch of each, as `batch` counts."""
-        return [
-            (after, self.batch) if isinstance(after, str) else (after[0], self.batch + after[1]) for after in self.after
-        ]
+        counted = [(after, 0) if isinstance(after, str) else after for after in self.after]
+        return [(key, self.batch + later) for key, later in counted]
 
 
 @dataclass(frozen=True)
@@ -90,23 +89,15 @@ def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Sch
     )
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_rows" if sharded else "prepare"))
     last = compute[-1].key
+    both: tuple[RowSet, ...] = ("urgent", "deferred")
     gradients = (
         Operation("send_gradients", "urgent", "row gradients", (last,), uses=("ids", "gradients")),
-        Operation(
-            "update_rows", "compute", "optimizer", ("send_gradients",), writes=("urgent", "deferred"), uses=("ids",)
-        ),
+        Operation("update_rows", "compute", "optimizer", ("send_gradients",), writes=both, uses=("ids",)),
     )
-    return Schedule(
-        (
-            Operation("prepare", "host", "host", (("update_dense", -1),)),
-            *agree,
-            *(rows if sharded else ()),
-            *compute,
-            *(gradients if sharded else ()),
-            Operation("update_dense", "compute", "optimizer", (last,)),
-        ),
-        {"ids": 1, "rows": 1, "gradients": 1},
-    )
+    prepare = Operation("prepare", "host", "host", (("update_dense", -1),))
+    dense = Operation("update_dense", "compute", "optimizer", (last,))
+    moved = (*agree, *rows, *compute, *gradients) if sharded else (*agree, *compute)
+    return Schedule((prepare, *moved, dense), {"ids": 1, "rows": 1, "gradients": 1})
 
 
 def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
@@ -118,67 +109,36 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
-    last = compute[-1].key
+    last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
+    others_changed: tuple[After, ...] = ("send_split", ("update_deferred", -2))
+    shared_changed: tuple[After, ...] = ("send_split", ("update_urgent", -1))
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
-        Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=("ids",)),
-        Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=("ids",)),
+        Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=ids),
+        Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=ids),
         Operation(
-            "look_up_exclusive",
-            "deferred",
-            "forward",
-            ("send_split", ("update_deferred", -2)),
-            batch=1,
-            reads=("exclusive",),
-            uses=("ids", "split"),
+            "look_up_exclusive", "deferred", "forward", others_changed, batch=1, reads=("exclusive",), uses=divided
         ),
         Operation("send_exclusive_rows", "deferred", "deferred rows", ("look_up_exclusive",), batch=1, fills="rows"),
     )
     shared = (
+        Operation("send_urgent_gradients", "urgent", "row gradients", (last, ("send_split", 1)), uses=gradients),
+        Operation("update_urgent", "compute", "optimizer", ("send_urgent_gradients",), writes=("urgent",), uses=ids),
         Operation(
-            "send_urgent_gradients",
-            "urgent",
-            "row gradients",
-            (last, ("send_split", 1)),
-            uses=("ids", "gradients"),
-        ),
-        Operation(
-            "update_urgent", "compute", "optimizer", ("send_urgent_gradients",), writes=("urgent",), uses=("ids",)
-        ),
-        Operation(
-            "look_up_collision",
-            "compute",
-            "forward",
-            ("send_split", ("update_urgent", -1)),
-            batch=1,
-            reads=("collision",),
-            uses=("ids", "split"),
+            "look_up_collision", "compute", "forward", shared_changed, batch=1, reads=("collision",), uses=divided
         ),
         Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
     )
     others = (
-        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), uses=("ids", "gradients")),
+        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), uses=gradients),
         Operation(
-            "update_deferred",
-            "deferred",
-            "optimizer",
-            ("send_deferred_gradients",),
-            writes=("deferred",),
-            uses=("ids",),
+            "update_deferred", "deferred", "optimizer", ("send_deferred_gradients",), writes=("deferred",), uses=ids
         ),
     )
-    return Schedule(
-        (
-            Operation("prepare", "host", "host", batch=1),
-            *agree,
-            *of_next,
-            *compute,
-            *shared,
-            *others,
-            Operation("update_dense", "compute", "optimizer", (last,)),
-        ),
-        {"ids": 3, "split": 2, "rows": 2, "gradients": 2},
-    )
+    prepare = Operation("prepare", "host", "host", batch=1)
+    dense = Operation("update_dense", "compute", "optimizer", (last,))
+    operations = (prepare, *agree, *of_next, *compute, *shared, *others, dense)
+    return Schedule(operations, {"ids": 3, "split": 2, "rows": 2, "gradients": 2})
 
 
 def _compute(micro_batches: int, ready: tuple[After, ...]) -> list[Operation]:

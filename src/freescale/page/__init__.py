@@ -7,21 +7,3 @@ from freescale.page.axes import Axis
 from freescale.page.blocks import Bar, Lane, Piece, heat_map, legend, stacked_bars, timeline
 from freescale.page.charts import Series, histogram, line_chart, scatter
 from freescale.page.document import document, section, table
-
-__all__ = [
-    "Axis",
-    "Bar",
-    "Lane",
-    "Piece",
-    "Series",
-    "document",
-    "heat_map",
-    "histogram",
-    "legend",
-    "line_chart",
-    "scatter",
-    "section",
-    "stacked_bars",
-    "table",
-    "timeline",
-]

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from freescale.page.document import escape
+from freescale.page import svg
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8a5a00", "#6b4fa0", "#008b8b", "#5a5a5a")
 WIDTH, _HEIGHT, _LEGEND = 640, 320, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 16, 52
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """What an axis shows."""
 
     label: str
@@ -27,52 +27,28 @@ class Frame:
         self._x, self._y = x, y
         self._x_low, self._x_high = _limits(xs, x.log, from_zero=False)
         self.y_low, self._y_high = _limits(ys, y.log, from_zero=True)
-        self._to_x = _scale(self._x_low, self._x_high, x.log, _LEFT, WIDTH - _RIGHT)
-        self._to_y = _scale(self.y_low, self._y_high, y.log, _HEIGHT - _BOTTOM, _TOP)
-
-    def px(self, value: float) -> float:
-        """Where a value is, from the left."""
-        return self._to_x(value)
-
-    def py(self, value: float) -> float:
-        """Where a value is, from the top."""
-        return self._to_y(value)
-
-    def x_text(self, value: float) -> str:
+        self.px = _scale(self._x_low, self._x_high, x.log, _LEFT, WIDTH - _RIGHT)
+        self.py = _scale(self.y_low, self._y_high, y.log, _HEIGHT - _BOTTOM, _TOP)
+        """Where a value is: from the left, from the top."""
+        self.x_text, self.y_text = partial(number, percent=x.percent), partial(number, percent=y.percent)
         """A value as the axis writes it."""
-        return number(value, self._x.percent)
 
-    def y_text(self, value: float) -> str:
-        """A value as the axis writes it."""
-        return number(value, self._y.percent)
-
-    def draw(self, marks: str, legend: Sequence[str]) -> str:
+    def draw(self, marks: Sequence[str], legend: Sequence[str] = ()) -> str:
         """The chart, with finished marks in it."""
-        floor, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
-        width = WIDTH + (_LEGEND if legend else 0)
-        parts = [f'<svg viewBox="0 0 {width} {_HEIGHT}" width="{width}" role="img">']
+        floor, right, parts = _HEIGHT - _BOTTOM, WIDTH - _RIGHT, []
         for tick in ticks(self._x_low, self._x_high, self._x.log):
             px = self.px(tick)
-            parts.append(f'<line class="grid" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{floor}"/>')
-            parts.append(f'<text x="{px:.1f}" y="{floor + 18}" text-anchor="middle">{self.x_text(tick)}</text>')
+            parts += [svg.line(px, _TOP, px, floor), svg.text(px, floor + 18, self.x_text(tick))]
         for tick in ticks(self.y_low, self._y_high, self._y.log):
             py = self.py(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" y1="{py:.1f}" x2="{right}" y2="{py:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{self.y_text(tick)}</text>')
-        parts.append(marks)
-        parts.append(f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>')
-        parts.append(
-            f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(self._x.label)}</text>'
-        )
-        middle = (_TOP + floor) / 2
-        parts.append(
-            f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">{escape(self._y.label)}</text>'
-        )
+            parts += [svg.line(_LEFT, py, right, py), svg.text(_LEFT - 8, py + 4, self.y_text(tick), anchor="end")]
+        parts += [*marks, svg.line(_LEFT, floor, right, floor, kind="axis")]
+        parts.append(svg.text((_LEFT + right) / 2, _HEIGHT - 10, self._x.label))
+        parts.append(svg.upright((_TOP + floor) / 2, self._y.label))
         for row, (colour, name) in enumerate(zip(COLOURS, legend, strict=False)):
             top = _TOP + 8 + 18 * row
-            parts.append(f'<rect x="{WIDTH}" y="{top}" width="12" height="12" fill="{colour}"/>')
-            parts.append(f'<text x="{WIDTH + 18}" y="{top + 10}">{escape(name)}</text>')
-        return "".join(parts) + "</svg>"
+            parts += [svg.block(WIDTH, top, 12, 12, colour, name), svg.text(WIDTH + 18, top + 10, name, anchor="start")]
+        return svg.drawing(WIDTH + (_LEGEND if legend else 0), _HEIGHT, parts)
 
 
 def _limits(values: Sequence[float], log: bool, *, from_zero: bool) -> tuple[float, float]:
@@ -97,12 +73,8 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         steps = (1,) if len(powers) > 2 else (1, 2, 5)
-        return [
-            m * 10.0**p
-            for p in range(powers.start - 1, powers.stop)
-            for m in steps
-            if low * 0.999 <= m * 10.0**p <= high * 1.001
-        ]
+        found = [m * 10.0**p for p in range(powers.start - 1, powers.stop) for m in steps]
+        return [value for value in found if low * 0.999 <= value <= high * 1.001]
     raw = (high - low) / 5
     size = 10 ** math.floor(math.log10(raw))
     size *= next(m for m in (1, 2, 5, 10) if m * size >= raw)

@@ -4,8 +4,9 @@ Rows get thinner as they become more, and are named only as densely as names fit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from freescale.page import svg
 from freescale.page.axes import number, ticks
 from freescale.page.document import escape
 
@@ -15,8 +16,7 @@ _PALE, _DEEP = (247, 247, 247), (178, 24, 43)
 _SHADES = 24
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A coloured stretch of a row."""
 
     begin: float
@@ -25,16 +25,14 @@ class Piece:
     says: str
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A row of values that add up, by what they are."""
 
     name: str
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """A row of pieces."""
 
     name: str
@@ -63,12 +61,8 @@ def stacked_bars(bars: Sequence[Bar], colours: Mapping[str, str], *, rows: str, 
 def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
     """A row per lane, its pieces where they are in time."""
     frame = _Rows([lane.name for lane in lanes], max((p.end for lane in lanes for p in lane.pieces), default=1.0))
-    marks = [
-        frame.block(row, piece.begin, piece.end, piece.colour, piece.says)
-        for row, lane in enumerate(lanes)
-        for piece in lane.pieces
-        if piece.end > piece.begin
-    ]
+    pieces = [(row, piece) for row, lane in enumerate(lanes) for piece in lane.pieces if piece.end > piece.begin]
+    marks = [frame.block(row, piece.begin, piece.end, piece.colour, piece.says) for row, piece in pieces]
     scale = [frame.tick(at) for at in ticks(0.0, frame.most, log=False)]
     return frame.draw([*scale, *marks], rows=rows, axis=axis)
 
@@ -105,46 +99,26 @@ class _Rows:
         self._left = max(_LEFT, 40 + _CHARACTER * max(map(len, names), default=0))
 
     def block(self, row: int, begin: float, end: float, colour: str, says: str) -> str:
-        gap = 2.0 if self._height > 8 else 0.0
-        left, right = self._px(begin), self._px(end)
-        return (
-            f'<rect x="{left:.2f}" y="{_TOP + row * self._height:.1f}" width="{right - left:.2f}" '
-            f'height="{self._height - gap:.1f}" fill="{colour}"><title>{escape(says)}</title></rect>'
-        )
+        left, height = self._px(begin), self._height - (2.0 if self._height > 8 else 0.0)
+        return svg.block(left, _TOP + row * self._height, self._px(end) - left, height, colour, says)
 
     def tick(self, at: float) -> str:
         px = self._px(at)
-        return f'<line class="grid" x1="{px:.1f}" y1="{_TOP}" x2="{px:.1f}" y2="{self._floor:.1f}"/>' + self._below(
-            px, number(at)
-        )
+        return svg.line(px, _TOP, px, self._floor) + self.column(at, number(at))
 
     def column(self, at: float, name: str) -> str:
-        return self._below(self._px(at), name)
+        return svg.text(self._px(at), self._floor + 16, name)
 
     def draw(self, marks: Sequence[str], *, rows: str, axis: str) -> str:
         every = max(1, -(-_TEXT // int(self._height)))
         places = [(_TOP + (row + 0.5) * self._height + 4, name) for row, name in enumerate(self._names)]
-        named = [
-            f'<text x="{self._left - 8:.0f}" y="{top:.1f}" text-anchor="end">{escape(name)}</text>'
-            for top, name in places[::every]
-        ]
+        named = [svg.text(self._left - 8, top, name, anchor="end") for top, name in places[::every]]
         middle, bottom = (self._left + _WIDTH - _RIGHT) / 2, self._floor + _BOTTOM
-        side = (
-            f'<text transform="translate(16 {max(_TOP + self._floor, 60) / 2:.1f}) rotate(-90)" '
-            f'text-anchor="middle">{escape(rows)}</text>'
-        )
-        below = f'<text x="{middle}" y="{bottom - 6:.1f}" text-anchor="middle">{escape(axis)}</text>'
-        return (
-            f'<svg viewBox="0 0 {_WIDTH} {bottom:.0f}" width="{_WIDTH}" role="img">'
-            + "".join([*marks, *named, side, below])
-            + "</svg>"
-        )
+        titles = [svg.upright(max(_TOP + self._floor, 60) / 2, rows), svg.text(middle, bottom - 6, axis)]
+        return svg.drawing(_WIDTH, bottom, [*marks, *named, *titles])
 
     def _px(self, value: float) -> float:
         return self._left + (_WIDTH - self._left - _RIGHT) * value / self.most
-
-    def _below(self, px: float, text: str) -> str:
-        return f'<text x="{px:.1f}" y="{self._floor + 16:.1f}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _shade(part: float) -> str:

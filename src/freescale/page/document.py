@@ -37,14 +37,13 @@ def section(heading: str, explanation: str, *parts: str) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)) -> str:
     """A plain table. `words`: columns of text; the others are numbers and stand at the right."""
     kinds = ["words" if column in words else "number" for column in range(len(header))]
-    head = "".join(f'<th class="{kind}">{escape(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        shown = (f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(shown)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def escape(value: str) -> str:

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from freescale.balance.place.placement import Floats
 from freescale.bubbles.events import TRAFFIC
 from freescale.bubbles.records import Interval
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.books import Books, Sent
-from freescale.simulate.cluster import Cluster
 from freescale.simulate.network import Flow, Network
 from freescale.simulate.operations import BALANCE, READ, Operations, Task
 from freescale.simulate.workload import Load
 
-Floats = NDArray[np.float64]
 Key = tuple[str, int]
 """An operation, and the number of its batch."""
 _AHEAD = 2
@@ -53,19 +51,10 @@ class _Ordered(NamedTuple):
 class Engine:
     """Some ranks of a cluster, going through steps once."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        operations: Operations,
-        cluster: Cluster,
-        loads: Sequence[Load],
-        *,
-        balanced: bool,
-        sm_free: bool,
-        rng: np.random.Generator,
-    ) -> None:
-        self._operations, self._cluster, self._loads = operations, cluster, loads
-        self._rng, self._sm_free, self._ranks = rng, sm_free, len(loads[0].work)
+    def __init__(self, schedule: Schedule, operations: Operations, loads: Sequence[Load], *, balanced: bool) -> None:
+        self._operations, self._loads, self._ranks = operations, loads, operations.ranks
+        cluster = self._cluster = operations.cluster
+        self._rng = operations.rng
         self._brings = BALANCE if balanced else (READ,)
         """What brings a batch."""
         self._schedule = schedule.operations
@@ -93,7 +82,7 @@ class Engine:
         on_host = min(self._ranks, cluster.ranks_per_host)
         self._grace = cluster.in_flight * on_host / cluster.far
         """Seconds of pieces that are under way when something urgent begins."""
-        self._slow = 1.0 + cluster.slow_by * (rng.random(self._ranks) < cluster.slow_share)
+        self._slow = 1.0 + cluster.slow_by * (self._rng.random(self._ranks) < cluster.slow_share)
 
     def run(self) -> list[Interval]:
         """Go through all steps; gives where their time went."""
@@ -101,11 +90,11 @@ class Engine:
             self._issue(step)
             self._settle()
             if step >= 0:
-                self._books.end(step, self._free[self._step_thread])
+                self._books.ends[step] = self._free[self._step_thread]
                 self._beside = self._books.behind_traffic(step, self._network.now)
         while self._travelling:
             self._land()
-        return self._books.shared_out(_AHEAD, len(self._loads) - 1)
+        return [self._books.shared_out(step) for step in range(_AHEAD, len(self._loads) - 1)]
 
     def _issue(self, step: int) -> None:
         """Give the operations of a step to their threads."""
@@ -163,8 +152,8 @@ class Engine:
         """Begin a transfer, behind what went ahead of it."""
         operation, behind = ordered.operation, ordered.operation.lane == "deferred"
         kind = operation.cause if operation.cause in TRAFFIC else "dense gradients"
-        sent = Sent(kind, f"{ordered.number}/{operation.key}", end, behind, not (behind and self._sm_free))
-        self._books.send(sent)
+        sent = Sent(kind, f"{ordered.number}/{operation.key}", end, behind, not (behind and self._operations.sm_free))
+        self._books.sent.append(sent)
         self._sent[ordered.key] = sent
         assert task.demand is not None
         yields = behind and ordered.thread != "samples"
@@ -200,7 +189,7 @@ class Engine:
         if ordered.issued_behind is not None:
             now = np.maximum(now, self._passed.get(ordered.issued_behind, self._ends.get(ordered.issued_behind, now)))
         # As the executor does: first for what was begun, then for what is deferred.
-        for key in sorted(self._needs(ordered), key=lambda key: self._is_deferred(key)):
+        for key in sorted(self._needs(ordered), key=lambda key: key not in self._sent or self._sent[key].alone):
             there = np.maximum(now, self._ends[key])
             if (there > now).any():
                 self._held_up_by[ordered.key] = key
@@ -239,9 +228,6 @@ class Engine:
         if ordered.operation.lane == "urgent":  # a lane does one thing at a time
             found += [one[0].key for one in self._travelling.values() if one is not None and one[0].begun]
         return found
-
-    def _is_deferred(self, key: Key) -> bool:
-        return key not in self._sent or self._sent[key].alone
 
     def _thread(self, operation: Operation) -> str:
         if operation in self._brings:

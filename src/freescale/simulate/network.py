@@ -9,11 +9,9 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from freescale.balance.place.placement import Floats
 from freescale.simulate.cluster import Cluster
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -147,20 +145,14 @@ class Network:
         while True:
             moving = [flow for flow in self._flows if self._starts(flow) <= self.now]
             waiting = [self._starts(flow) for flow in self._flows if self._starts(flow) > self.now]
-            rates = _rates(moving)
-            ends = [
-                self.now + f.left * max(f.demand.levels) / rate if rate else math.inf
-                for f, rate in zip(moving, rates, strict=True)
-            ]
-            stops = [
-                self.now + (f.grace - f.used) / rate
-                for f, rate in zip(moving, rates, strict=True)
-                if f.deferred and rate and _urgent(moving)
-            ]
+            rates, urgent = _rates(moving), _urgent(moving)
+            going = list(zip(moving, rates, strict=True))
+            ends = [self.now + f.left * max(f.demand.levels) / rate if rate else math.inf for f, rate in going]
+            stops = [self.now + (f.grace - f.used) / rate for f, rate in going if f.deferred and rate and urgent]
             then = min([*ends, *waiting, *stops])
-            for flow, rate, end in zip(moving, rates, ends, strict=True):
+            for (flow, rate), end in zip(going, ends, strict=True):
                 flow.left = 0.0 if end <= then else flow.left - (then - self.now) * rate / max(flow.demand.levels)
-                flow.used = flow.used + (then - self.now) * rate if _urgent(moving) else 0.0
+                flow.used = flow.used + (then - self.now) * rate if urgent else 0.0
             self.now = then
             for flow in moving:
                 if flow.left <= 0.0:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from freescale.balance.place.placement import Floats
 from freescale.overlap.schedule import Operation
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.network import Demand, Topology
 from freescale.simulate.workload import Load, Model
 
-Floats = NDArray[np.float64]
 _ID, _NUMBER = 8, 4
 READ = Operation("read", "deferred", "data", (("prepare", -3),), batch=2)
 """A batch is read while the two before it are computed."""
@@ -59,17 +58,9 @@ class Machine:
     @staticmethod
     def of(cluster: Cluster, model: Model) -> "Machine":
         """From the figures of a device: nothing was measured there."""
-        rate, row = cluster.flops * cluster.efficiency, _NUMBER * model.dim / cluster.memory
-        return Machine(
-            step=0.0,
-            work=3 * 2 * model.products / rate,
-            row=row,
-            update=3 * row,
-            event=_ID / cluster.memory,
-            byte=1 / cluster.memory,
-            dense=5 * model.dense_bytes / cluster.memory,
-            between=cluster.host,
-        )
+        work, byte = 3 * 2 * model.products / (cluster.flops * cluster.efficiency), 1 / cluster.memory
+        row, event, dense = _NUMBER * model.dim * byte, _ID * byte, 5 * model.dense_bytes * byte
+        return Machine(0.0, work, row, 3 * row, event, byte, dense, cluster.host)
 
 
 class Task(NamedTuple):
@@ -123,8 +114,8 @@ class Operations:
         self, cluster: Cluster, machine: Machine, model: Model, *, ranks: int, sm_free: bool, rng: np.random.Generator
     ) -> None:
         self._topology, self._machine, self._model = Topology(cluster, ranks, rng), machine, model
+        self.cluster, self.ranks, self.sm_free, self.rng = cluster, ranks, sm_free, rng
         self._share = cluster.sm_free if sm_free else 1.0
-        self._ranks = ranks
 
     def task(self, operation: Operation, load: Load) -> Task:
         """What an operation takes in a step with this load."""
@@ -138,11 +129,11 @@ class Operations:
 
     def _demand(self, name: str, load: Load, *, whole: bool) -> tuple[Demand, Floats]:
         """A transfer, and the bytes that each rank packs for it."""
-        nothing = np.zeros(self._ranks)
+        nothing = np.zeros(self.ranks)
         if name == "agree":
             return self._topology.all_reduce(2 * _ID), nothing
         if name == "gather_lengths":
-            told = self._topology.all_gather(3 * _ID * load.samples / self._ranks)
+            told = self._topology.all_gather(3 * _ID * load.samples / self.ranks)
             return replace(told, latency=2 * told.latency), nothing  # first how many samples, then their lengths
         for comes, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
             if name in table:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from freescale.balance.place.placement import Floats, Ints
+
 _POINTS = 96
 
 
@@ -18,11 +18,9 @@ class Rows(Protocol):
 
     def rows(self, events: Floats) -> Floats:
         """Distinct ones that so many events of a rank need."""
-        ...
 
     def shared(self, events: Floats, before: float) -> Floats:
         """Of those, the ones that `before` events of the step before need too."""
-        ...
 
 
 class Popularity:
@@ -36,7 +34,7 @@ class Popularity:
         self._at_random = drawn / max(1.0, float(items.sum()))
 
     @staticmethod
-    def counted(counts: NDArray[np.int64], *, drawn: int = 0) -> "Popularity":
+    def counted(counts: Ints, *, drawn: int = 0) -> "Popularity":
         """From how often each item of a log occurs."""
         often, items = np.unique(counts, return_counts=True)
         return Popularity(items.astype(np.float64), often / max(1, counts.sum()), drawn=drawn)

@@ -46,28 +46,26 @@ def report(name: str, cluster: Cluster, said: Sequence[str], outcomes: Sequence[
             "that the step before needs too.",
             page.table(HEADER, rows(outcomes), words=(1,)),
         ),
-        *_scaling(outcomes),
+        _scaling(outcomes),
         *_ablation(outcomes),
         page.section("The cluster", "Where a figure is not known, a range.", _cluster(cluster)),
     )
 
 
-def _scaling(outcomes: Sequence[Outcome]) -> list[str]:
+def _scaling(outcomes: Sequence[Outcome]) -> str:
     by = {one.techniques: [o for o in outcomes if o.techniques == one.techniques] for one in outcomes}
     ranks = page.Axis("ranks", log=len({one.ranks for one in outcomes}) > 1)
 
     def curves(figure: Callable[[Outcome], float]) -> list[page.Series]:
         return [page.Series(t.name, [o.ranks for o in some], [figure(o) for o in some]) for t, some in by.items()]
 
-    computing = curves(lambda one: 1.0 - one.summary.bubble_percent / 100)
-    return [
-        page.section(
-            "Scaling",
-            "Throughput, and the share of its time that a rank computes.",
-            page.line_chart(curves(lambda o: o.samples_per_second), ranks, page.Axis("samples per second", log=True)),
-            page.line_chart(computing, ranks, page.Axis("time spent computing", percent=True)),
-        )
-    ]
+    computing, samples = curves(lambda o: 1.0 - o.summary.bubble_percent / 100), curves(lambda o: o.samples_per_second)
+    return page.section(
+        "Scaling",
+        "Throughput, and the share of its time that a rank computes.",
+        page.line_chart(samples, ranks, page.Axis("samples per second", log=True)),
+        page.line_chart(computing, ranks, page.Axis("time spent computing", percent=True)),
+    )
 
 
 def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
@@ -76,25 +74,14 @@ def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
     colours = {cause: colour for cause, colour in COLOURS.items() if cause in seen}
     sections = []
     for size in sorted({one.ranks for one in outcomes}):
-        bars = [
-            page.Bar(one.techniques.name, {line.cause: line.ms for line in one.summary.lines})
-            for one in outcomes
-            if one.ranks == size
-        ]
+        some = [one for one in outcomes if one.ranks == size]
+        bars = [page.Bar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]
         drawn = page.stacked_bars(bars, colours, rows="with", axis="ms per step, mean of all ranks")
         sections.append(page.section(f"A step on {size:,} ranks", "By cause.", page.legend(colours), drawn))
     return sections
 
 
 def _cluster(cluster: Cluster) -> str:
-    figures = [
-        [
-            name,
-            FIGURES[name],
-            f"{one.value:g}",
-            f"{one.low:g} to {one.high:g}" if one.low < one.high else "",
-            one.source,
-        ]
-        for name, one in cluster.figures.items()
-    ]
+    between = {n: f"{one.low:g} to {one.high:g}" if one.low < one.high else "" for n, one in cluster.figures.items()}
+    figures = [[n, FIGURES[n], f"{one.value:g}", between[n], one.source] for n, one in cluster.figures.items()]
     return page.table(["figure", "meaning", "value", "range", "source"], figures, words=(0, 1, 4))

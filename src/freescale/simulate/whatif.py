@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from freescale.bubbles.summary import Summary, summarize
 from freescale.config import BalanceConfig
@@ -31,14 +32,8 @@ class Techniques(NamedTuple):
         return "everything" if len(on) == 3 else ", ".join(on) or "nothing"
 
 
-ABLATION = (
-    Techniques(False, False, False),
-    Techniques(True, False, False),
-    Techniques(False, True, False),
-    Techniques(False, True, True),
-    Techniques(True, True, False),
-    Techniques(),
-)
+_TRIED = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1))
+ABLATION = tuple(Techniques(*map(bool, used)) for used in _TRIED)
 """From nothing to everything. Without priority no rows travel behind compute, so SM-free ways change nothing."""
 
 
@@ -115,27 +110,16 @@ def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequ
         found = [figure(one) for one in (summary, *others)]
         return Band(*np.quantile(found, [0.1, 0.9]).tolist())
 
-    samples = sum(load.samples for load in loads)
-    held = SAMPLE_BYTES * samples + EVENT_BYTES * sum(load.events.sum() for load in loads)
-    return Outcome(
-        ranks,
-        techniques,
-        summary,
-        float(samples / len(loads) / (summary.step_ms / 1e3)),
-        band(lambda one: one.step_ms),
-        band(lambda one: one.bubble_percent),
-        collisions=float(sum(load.shared.sum() for load in loads) / sum(load.rows.sum() for load in loads)),
-        moved=float(sum(load.moved.sum() for load in loads) / held),
+    samples, events, rows, shared, moved = (
+        sum(np.sum(getattr(load, name)) for load in loads) for name in ("samples", "events", "rows", "shared", "moved")
     )
+    rate, held = samples / len(loads) / (summary.step_ms / 1e3), SAMPLE_BYTES * samples + EVENT_BYTES * events
+    bands = band(lambda one: one.step_ms), band(lambda one: one.bubble_percent)
+    return Outcome(ranks, techniques, summary, float(rate), *bands, float(shared / rows), float(moved / held))
 
 
 def run(
-    question: Question,
-    cluster: Cluster,
-    ranks: int,
-    techniques: Techniques,
-    loads: Sequence[Load],
-    rng: np.random.Generator,
+    question: Question, cluster: Cluster, ranks: int, techniques: Techniques, loads: Sequence[Load], rng: Generator
 ) -> Summary:
     """Some steps on one cluster."""
     model, overlaps = question.model, techniques.priority and question.model.sharded and ranks > 1
@@ -143,6 +127,4 @@ def run(
     schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
     machine, sm_free = question.machine(cluster), techniques.sm_free and cluster.asynchronous
     operations = Operations(cluster, machine, model, ranks=ranks, sm_free=sm_free, rng=rng)
-    balanced = techniques.balance and ranks > 1
-    engine = Engine(schedule, operations, cluster, loads, balanced=balanced, sm_free=sm_free, rng=rng)
-    return summarize(engine.run())
+    return summarize(Engine(schedule, operations, loads, balanced=techniques.balance and ranks > 1).run())

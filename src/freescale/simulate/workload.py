@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freescale.balance.cost import Cost
+from freescale.balance.estimate import places
+from freescale.balance.place.placement import Floats, Ints
 from freescale.balance.plan import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.stats import Profile
 from freescale.simulate.popularity import Popularity, Rows
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # of gradients, as DistributedDataParallel fills them
 SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
 EVENT_BYTES = 16  # of an event: its item and its time
@@ -86,10 +85,8 @@ class Load(NamedTuple):
 
     def mixed(self, rng: np.random.Generator) -> "Load":
         """The same step with the ranks in another order."""
-        order = rng.permutation(len(self.work))
-        return self._replace(
-            **{name: getattr(self, name)[order] for name in ("work", "events", "rows", "shared", "moved")}
-        )
+        order, of_ranks = rng.permutation(len(self.work)), ("work", "events", "rows", "shared", "moved")
+        return self._replace(**{name: getattr(self, name)[order] for name in of_ranks})
 
 
 class Drawn(NamedTuple):
@@ -105,8 +102,7 @@ def draw(
     """Samples of some steps at random: `lengths`, each as often as `counts` says."""
     share, homes = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(ranks), batch)
     for _ in range(steps):
-        which = np.searchsorted(share, rng.random(ranks * batch), side="right")
-        yield Drawn(lengths[np.minimum(which, len(lengths) - 1)], homes)
+        yield Drawn(lengths[places(share, ranks * batch, rng)], homes)
 
 
 def plan(drawn: Drawn, model: Model, *, ranks: int, rules: BalanceConfig | None, hosts: Ints | None = None) -> Load:
@@ -121,16 +117,10 @@ def plan(drawn: Drawn, model: Model, *, ranks: int, rules: BalanceConfig | None,
     def of_ranks(values: Floats | Ints, where: Ints) -> Floats:
         return np.bincount(where, weights=values, minlength=ranks).astype(np.float64)
 
-    events = of_ranks(lengths, rank)
-    return Load(
-        work=of_ranks(costs, rank),
-        events=events,
-        rows=model.popularity.rows(events),
-        shared=model.popularity.shared(events, float(events.sum())),
-        moved=of_ranks((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != homes), homes),
-        samples=len(lengths),
-        planning=planning,
-    )
+    events, work = of_ranks(lengths, rank), of_ranks(costs, rank)
+    rows, shared = model.popularity.rows(events), model.popularity.shared(events, float(events.sum()))
+    moved = of_ranks((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != homes), homes)
+    return Load(work, events, rows, shared, moved, len(lengths), planning)
 
 
 def prolonged(loads: Sequence[Load], steps: int, rng: np.random.Generator) -> list[Load]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from freescale.transport.handle import LOOK_SECONDS, Handle, Peers, Watcher
 
+_How = dist.ReduceOp.RedOpType
 _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 """What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
 
@@ -54,20 +55,19 @@ class C10d:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
-        return self._start(
-            lambda: dist.all_gather(parts, values, group=self.group, async_op=True),
-            name,
-            values.nbytes,
-            lambda _kept=values: torch.stack(parts),
-        )
 
-    def all_reduce(
-        self, values: Tensor, *, name: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Handle[Tensor]:
+        def begin() -> dist.Work | None:
+            return dist.all_gather(parts, values, group=self.group, async_op=True)
+
+        return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
+
+    def all_reduce(self, values: Tensor, *, name: str, how: _How = dist.ReduceOp.SUM) -> Handle[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-        return self._start(
-            lambda: dist.all_reduce(values, how, group=self.group, async_op=True), name, values.nbytes, lambda: values
-        )
+
+        def begin() -> dist.Work | None:
+            return dist.all_reduce(values, how, group=self.group, async_op=True)
+
+        return self._start(begin, name, values.nbytes, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
@@ -81,13 +81,8 @@ class C10d:
     def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        self._under_way[work] = _Begun(time.monotonic(), 2 * bucket.buffer().nbytes)
-
-        def landed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            self._under_way.pop(work, None)
-            return done.value()[0]
-
-        return work.get_future().then(landed)
+        landed = self._note(work, 2 * bucket.buffer().nbytes)
+        return work.get_future().then(lambda done: landed(done.value()[0]))
 
     def busy(self, rate: float = 0.0) -> bool:
         """Whether a transfer that began here may be moving: see `pieces.Busy`."""
@@ -116,15 +111,18 @@ class C10d:
             work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
+        landed, told = self._note(work, size), {"operation": name, "peers": self.peers, "deadline": self.deadline}
+        return Handle(_Waiting(work, self), lambda: landed(finish()), flight=flight, **told)
+
+    def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
+        """A transfer is under way until its result is passed through what this gives."""
         self._under_way[work] = _Begun(time.monotonic(), size)
 
-        def landed() -> Tensor:
+        def landed(result: Tensor) -> Tensor:
             self._under_way.pop(work, None)
-            return finish()
+            return result
 
-        return Handle(
-            _Waiting(work, self), landed, operation=name, peers=self.peers, deadline=self.deadline, flight=flight
-        )
+        return landed
 
 
 class _Waiting(NamedTuple):

@@ -6,7 +6,7 @@ A choice changes no result: every way moves the same bytes.
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ _WORTH = 0.9
 """What another way must come below, as a part of c10d's figure: less is noise."""
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What moves rows in each lane."""
 
     urgent: Transport
@@ -58,42 +57,32 @@ class Ways:
         reasons = [self._why_not(way, hosts) for way in WAYS]
         flags = torch.tensor([bool(reason) for reason in reasons], dtype=torch.int32, device=world.device)
         nobody = world.transport.all_reduce(flags, name="ways", how=dist.ReduceOp.MAX).wait().tolist()
-        self.impossible = {
-            way: reason or "another rank cannot"
-            for way, reason, missing in zip(WAYS, reasons, nobody, strict=True)
-            if missing
-        }
+        found = zip(WAYS, reasons, nobody, strict=True)
+        self.impossible = {way: reason or "another rank cannot" for way, reason, missing in found if missing}
         """By name, with the reason."""
         self.possible = [way for way in WAYS if way not in self.impossible]
 
     def make(self, way: str, *, urgent: Transport | None = None) -> Transport:
         """Open a way for what is urgent, or for what gives way to it. All ranks must come."""
         if way in self.impossible:
-            raise ConfigError(
-                f"transport {way} is not possible here: {self.impossible[way]}",
-                key=f"transport.{'urgent' if urgent is None else 'deferred'}",
-                remedy=f"choose auto or one of {', '.join(self.possible)}",
-            )
+            what, remedy = f"transport {way} is not possible here", f"choose auto or one of {', '.join(self.possible)}"
+            key = f"transport.{'urgent' if urgent is None else 'deferred'}"
+            raise ConfigError(f"{what}: {self.impossible[way]}", key=key, remedy=remedy)
         group = self._world.transport if urgent is None else beside(self._world.transport)
+        copies: Copies = Inline()
         if way == "host_staged" and self._world.device.type != "cpu":
-            group = apart(deadline=group.deadline)
+            group, copies = apart(deadline=group.deadline), OnStream(self._world.device)
         # What gives way is cut into pieces. What is urgent is so only where it has to pass through the host.
-        whole: C10d | Pieces = group
-        if urgent is not None or way == "host_staged":
-            whole = Pieces(group, urgent=urgent, copies=self._copies(way))
+        cut = urgent is not None or way == "host_staged"
+        whole: C10d | Pieces = Pieces(group, urgent=urgent, copies=copies) if cut else group
         name = str(next(_memories))
         if way == "shared_memory":
             return OneSided(SharedMemory(group.peers, self._near, name=name, deadline=group.deadline), whole)
         if way == "copy_engine":
             from freescale.transport.copy_engine import CopyEngine
 
-            memory = CopyEngine(self._world.group, group.peers, name=name, deadline=group.deadline)
-            return OneSided(memory, whole)
+            return OneSided(CopyEngine(self._world.group, group.peers, name=name, deadline=group.deadline), whole)
         return whole
-
-    def _copies(self, way: str) -> Copies:
-        on_device = way == "host_staged" and self._world.device.type != "cpu"
-        return OnStream(self._world.device) if on_device else Inline()
 
     def _why_not(self, way: str, hosts: Sequence[int]) -> str:
         """Why this rank cannot go a way; nothing if it can."""

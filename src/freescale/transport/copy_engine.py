@@ -100,11 +100,10 @@ class CopyEngine:
                 break
             first = end
         if first + size > len(self._arena):
-            raise TransportError(
-                f"{size:,} bytes that arrive do not fit into the {len(self._arena):,} kept for that",
-                where=f"{sum(end - begin for begin, end in self._leased.items()):,} of them are in use",
-                remedy="choose another transport than copy_engine, or a smaller batch",
-            )
+            used = sum(end - begin for begin, end in self._leased.items())
+            what = f"{size:,} bytes that arrive do not fit into the {len(self._arena):,} kept for that"
+            remedy = "choose another transport than copy_engine, or a smaller batch"
+            raise TransportError(what, where=f"{used:,} of them are in use", remedy=remedy)
         self._leased[first] = first + size
         return first
 

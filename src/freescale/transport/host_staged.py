@@ -21,7 +21,6 @@ class Copied(Protocol):
 
     def synchronize(self) -> None:
         """Wait for it."""
-        ...
 
 
 class Copies(Protocol):
@@ -32,19 +31,15 @@ class Copies(Protocol):
 
     def begin(self) -> None:
         """Copies from here on see what was computed so far."""
-        ...
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Begin a copy."""
-        ...
 
     def mark(self) -> Copied:
         """The end of those that have begun so far."""
-        ...
 
     def hand_over(self) -> None:
         """Whoever computes may use from here on what was copied so far."""
-        ...
 
 
 class Inline:

@@ -54,7 +54,7 @@ class OneSided:
         with self.peers.during(name):
             out = self._memory.room(rows, sum(receive))
         mine, theirs = rows.split(list(send)), out.split(list(receive))
-        far = self._send_far(mine, send, theirs, receive, name=name)
+        far = self._send_far(mine, theirs, name)
         with self.peers.during(name), self._memory.moving():
             for peer in self._near:
                 if theirs[peer].numel():
@@ -106,24 +106,17 @@ class OneSided:
         self._memory.filled(peer)
         self._written[peer] += 1
 
-    def _send_far(
-        self,
-        mine: Sequence[Tensor],
-        send: Sequence[int],
-        theirs: Sequence[Tensor],
-        receive: Sequence[int],
-        *,
-        name: str,
-    ) -> Callable[[], None] | None:
+    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> Callable[[], None] | None:
         """Begin what goes to ranks beyond this memory, if there are any; gives what puts in place what comes."""
         far = [rank for rank, near in enumerate(self._is_near) if not near]
         if not far:
             return None
-        counts = ([0 if near else n for n, near in zip(c, self._is_near, strict=True)] for c in (send, receive))
-        arriving = self._beyond.all_to_all(torch.cat([mine[rank] for rank in far]), *counts, name=name)
+        sides = ([len(part) * (rank in far) for rank, part in enumerate(parts)] for parts in (mine, theirs))
+        arriving = self._beyond.all_to_all(torch.cat([mine[rank] for rank in far]), *sides, name=name)
 
         def place() -> None:
-            for rank, piece in zip(far, arriving.wait().split([receive[rank] for rank in far]), strict=True):
+            pieces = arriving.wait().split([len(theirs[rank]) for rank in far])
+            for rank, piece in zip(far, pieces, strict=True):
                 theirs[rank].copy_(piece)
 
         return place

@@ -42,7 +42,6 @@ class Busy(Protocol):
         `rate`: bytes per second that the wire has shown, if it has. What has not ended in the time that its bytes need
         waits for a rank that is late; until that comes, nothing is gained by holding others back.
         """
-        ...
 
 
 class Pieces:
@@ -61,14 +60,15 @@ class Pieces:
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Landed[Tensor]:
         """Exchange rows, a piece behind another."""
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        going, coming = (self._cut(values, counts) for values, counts in ((rows, send), (out, receive)))
+        going, coming = self._cut(rows, send), self._cut(out, receive)
         own = max(len(going), len(coming))
         # With its first piece a rank tells all others how many it has; whoever has fewer takes part in the rest.
         told, heard = (torch.full((self.peers.ranks,), own, device=rows.device) for _ in range(2))
         going[0], coming[0] = going[0].telling(told), coming[0].telling(heard)
         nothing = going[0].nothing()
         self._staging.copies.begin()
-        self._exchange(_longer(going, own, nothing), _longer(coming, own, nothing), name)
+        going, coming = ([*some, *[nothing] * (own - len(some))] for some in (going, coming))
+        self._exchange(going, coming, name)
         self._staging.copies.hand_over()
         more = int(heard.max()) - own
         self._exchange([nothing] * more, [nothing] * more, name)
@@ -91,7 +91,7 @@ class Pieces:
     def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_Piece"]:
         """What goes to each rank, or comes from it, in pieces of which each holds some of every rank's."""
         size = (LARGE_PIECE_BYTES if self._urgent is None else PIECE_BYTES)[rows.device.type] // self.peers.ranks
-        parts = [_as_bytes(part) for part in rows.contiguous().split(list(counts))]
+        parts = [as_bytes(part) for part in rows.contiguous().split(list(counts))]
         # Both ends of a pair find the same cuts, whatever they have for others.
         cuts = [part.split(max(1, size, -(-len(part) // _MOST))) for part in parts]
         number = max(map(len, cuts))
@@ -140,7 +140,7 @@ class _Piece(NamedTuple):
 
     def telling(self, numbers: Tensor) -> "_Piece":
         """With a number in front of what goes to each rank, or comes from it."""
-        return self._replace(first=[_as_bytes(number) for number in numbers.split(1)])
+        return self._replace(first=[as_bytes(number) for number in numbers.split(1)])
 
     def nothing(self) -> "_Piece":
         """A piece without any bytes."""
@@ -159,9 +159,6 @@ class _Piece(NamedTuple):
         return [len(part) + (0 if self.first is None else len(self.first[0])) for part in self.of_rank]
 
 
-def _longer(pieces: list[_Piece], number: int, nothing: _Piece) -> list[_Piece]:
-    return pieces + [nothing] * (number - len(pieces))
-
-
-def _as_bytes(part: Tensor) -> Tensor:
+def as_bytes(part: Tensor) -> Tensor:
+    """The bytes of a packed tensor."""
     return part.view(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Transport
 
+_SECONDS = 0.02
+"""What each measurement may take, roughly."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -29,24 +32,15 @@ class Measured:
 
 
 def probe(
-    ways: Mapping[str, Transport],
-    control: C10d,
-    device: torch.device,
-    *,
-    sizes: Sequence[int],
-    seconds: float = 0.02,
-    rounds: int = 3,
+    ways: Mapping[str, Transport], control: C10d, device: torch.device, *, sizes: Sequence[int], rounds: int = 3
 ) -> list[Measured]:
-    """Measure every way at every size, in turns. `sizes`: bytes that a rank sends in one transfer.
-
-    `seconds`: what each measurement may take, roughly.
-    """
+    """Measure every way at every size, in turns. `sizes`: bytes that a rank sends in one transfer."""
     compute = Compute(device)
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for size in sizes:
             for name, transport in ways.items():
-                one = _measured(_transfer(transport, size, device), control, compute, seconds)
+                one = _measured(_transfer(transport, size, device), control, compute)
                 found.setdefault((name, size), []).append(one)
     flat = torch.tensor([[median(column) for column in zip(*times, strict=True)] for times in found.values()])
     agreed = control.all_reduce(flat.to(device), name="probe", how=dist.ReduceOp.MAX).wait().tolist()
@@ -93,12 +87,12 @@ def _transfer(transport: Transport, size: int, device: torch.device) -> Callable
     return once
 
 
-def _measured(once: Callable[[], None], control: C10d, compute: Compute, seconds: float) -> tuple[float, float]:
+def _measured(once: Callable[[], None], control: C10d, compute: Compute) -> tuple[float, float]:
     """Seconds of a transfer, and those that it takes from compute."""
     once()
     one = _clocked(once, control, 1)
     # As often on every rank: all have to take part in every transfer.
-    times = max(1, control.largest(int(seconds / max(one, 1e-6)), name="probe"))
+    times = max(1, control.largest(int(_SECONDS / max(one, 1e-6)), name="probe"))
     alone = _clocked(once, control, times)
     quiet = compute.alone(alone * times)
     began = time.perf_counter()

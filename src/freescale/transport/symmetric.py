@@ -19,32 +19,24 @@ class SymmetricMemory(Protocol):
 
     def room(self, like: Tensor, rows: int) -> Tensor:
         """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
-        ...
 
     def offer(self, peer: int, part: Tensor) -> None:
         """Let a peer fill a part of such room, given as bytes."""
-        ...
 
     def offered(self, peer: int) -> bool:
         """Whether a peer has offered a part that was not taken yet."""
-        ...
 
     def take(self, peer: int, *, until: float) -> Tensor:
         """The oldest part that a peer has offered; fails at a moment of the monotonic clock."""
-        ...
 
     def filled(self, peer: int) -> None:
         """Tell a peer that the oldest part that it waits for is filled by what was copied so far."""
-        ...
 
     def wait(self, peer: int, *, until: float) -> None:
         """Until a peer has filled the oldest part that it was offered; fails at a moment of the monotonic clock."""
-        ...
 
     def moving(self) -> AbstractContextManager[object]:
         """Copies and signals that are asked for inside happen where they take the least from compute."""
-        ...
 
     def hand_over(self) -> None:
         """Whoever computes may use from here on what was moved so far."""
-        ...

@@ -41,7 +41,11 @@ def assign(
     hold. speeds: work per time of each rank. hosts: of each rank; moves inside one are preferred. tolerance: how far
     above the least possible time a step may end, for fewer moves.
     """
-    problem = _problem(costs, homes, ranks, tokens, max_tokens, speeds, hosts, equal_counts)
+    cost, home = np.asarray(costs, dtype=np.float64), np.asarray(homes, dtype=np.int64)
+    token = np.ones(len(cost), dtype=np.int64) if tokens is None else np.asarray(tokens, dtype=np.int64)
+    speed = np.ones(ranks) if speeds is None else np.asarray(speeds, dtype=np.float64)
+    host = np.zeros(ranks, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
+    problem = _checked(Problem(cost, home, ranks, token, speed, host, max_tokens, equal_counts))
     if strategy == "shed":
         found = _shed(problem, tolerance)
     else:
@@ -70,36 +74,24 @@ def _allowed(problem: Problem, rank: Ints) -> bool:
     return bool(fits and (not problem.equal_counts or np.ptp(counts) <= 1))
 
 
-def _problem(
-    costs: ArrayLike,
-    homes: ArrayLike,
-    ranks: int,
-    tokens: ArrayLike | None,
-    max_tokens: int | None,
-    speeds: ArrayLike | None,
-    hosts: ArrayLike | None,
-    equal_counts: bool,
-) -> Problem:
-    cost, home = np.asarray(costs, dtype=np.float64), np.asarray(homes, dtype=np.int64)
-    token = np.ones(len(cost), dtype=np.int64) if tokens is None else np.asarray(tokens, dtype=np.int64)
-    speed = np.ones(ranks) if speeds is None else np.asarray(speeds, dtype=np.float64)
-    host = np.zeros(ranks, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
-    for name, found, size in (("homes", home, len(cost)), ("tokens", token, len(cost))):
-        _require(len(found) == size, f"{name} has {len(found)} entries for {size} samples")
-    for name, found in (("speeds", speed), ("hosts", host)):
-        _require(len(found) == ranks, f"{name} has {len(found)} entries for {ranks} ranks")
-    _require(bool(np.isfinite(cost).all() and (cost >= 0).all()), "costs must be finite and not negative")
-    _require(bool(((home >= 0) & (home < ranks)).all()), f"homes must be ranks from 0 to {ranks - 1}")
-    _require(bool((speed > 0).all()), "speeds must be above 0")
-    if max_tokens is not None:
-        most = int(token.max(initial=0))
-        _require(most <= max_tokens, f"a sample of {most} tokens is larger than max_tokens = {max_tokens}")
-        _require(
-            int(token.sum()) <= ranks * max_tokens, f"{token.sum()} tokens do not fit on {ranks} ranks of {max_tokens}"
-        )
-    largest = float(cost.max(initial=0.0))
-    whole = np.rint(cost * (_LARGEST / largest)) if largest > 0 else cost
-    return Problem(whole, home, ranks, token, speed, host, max_tokens, equal_counts)
+def _checked(problem: Problem) -> Problem:
+    """Refuse what makes no sense; costs become whole numbers."""
+    costs, homes, ranks, tokens, limit = problem.costs, problem.homes, problem.ranks, problem.tokens, problem.max_tokens
+    for name in ("homes", "tokens"):
+        found = len(getattr(problem, name))
+        _require(found == len(costs), f"{name} has {found} entries for {len(costs)} samples")
+    for name in ("speeds", "hosts"):
+        found = len(getattr(problem, name))
+        _require(found == ranks, f"{name} has {found} entries for {ranks} ranks")
+    _require(bool(np.isfinite(costs).all() and (costs >= 0).all()), "costs must be finite and not negative")
+    _require(bool(((homes >= 0) & (homes < ranks)).all()), f"homes must be ranks from 0 to {ranks - 1}")
+    _require(bool((problem.speeds > 0).all()), "speeds must be above 0")
+    if limit is not None:
+        most, total = int(tokens.max(initial=0)), int(tokens.sum())
+        _require(most <= limit, f"a sample of {most} tokens is larger than max_tokens = {limit}")
+        _require(total <= ranks * limit, f"{total} tokens do not fit on {ranks} ranks of {limit}")
+    largest = float(costs.max(initial=0.0))
+    return replace(problem, costs=np.rint(costs * (_LARGEST / largest))) if largest > 0 else problem
 
 
 def _require(ok: bool, otherwise: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +55,7 @@ class Problem:
         return np.bincount(rank, weights=self.tokens, minlength=self.ranks).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Which rank computes each sample."""
 
     rank: Ints
@@ -73,17 +73,9 @@ class Placement:
 
 def judged(problem: Problem, rank: Ints) -> Placement:
     """Say how good a placement is."""
-    even = max(problem.even, 1e-300)
-    moved = rank != problem.homes
-
-    def over_even(longest: float) -> float:
-        return longest / even if len(rank) else 1.0
-
-    return Placement(
-        rank=rank,
-        max_over_mean=over_even(problem.times(rank).max(initial=0.0)),
-        at_home=over_even(problem.times(problem.homes).max(initial=0.0)),
-        lower_bound=over_even(problem.least()),
-        moved_samples=float(moved.mean()) if len(rank) else 0.0,
-        moved_tokens=float(problem.tokens[moved].sum() / max(1, problem.tokens.sum())),
-    )
+    even, moved = max(problem.even, 1e-300), rank != problem.homes
+    longest = [problem.times(where).max(initial=0.0) for where in (rank, problem.homes)]
+    reached, at_home, best = (time / even if len(rank) else 1.0 for time in (*longest, problem.least()))
+    samples = float(moved.mean()) if len(rank) else 0.0
+    tokens = float(problem.tokens[moved].sum() / max(1, problem.tokens.sum()))
+    return Placement(rank, reached, at_home, best, samples, tokens)

@@ -155,14 +155,11 @@ class Cursor:
             if name not in state:
                 raise ConfigError(f"the saved cursor has no '{name}'", remedy="take a cursor that this version saved")
             if name not in ("epoch", "step") and state[name] != mine:
-                raise ConfigError(
-                    f"the saved cursor counts on {name} = {state[name]!r}, this run has {mine!r}",
-                    remedy=f"resume with {name} = {state[name]!r}, or start the data from its beginning",
-                )
+                saved = f"{name} = {state[name]!r}"
+                remedy = f"resume with {saved}, or start the data from its beginning"
+                raise ConfigError(f"the saved cursor counts on {saved}, this run has {mine!r}", remedy=remedy)
         epoch, step = int(state["epoch"]), int(state["step"])
         if epoch < 0 or not 0 <= step < max(1, self.steps):
-            raise ConfigError(
-                f"the saved cursor is at step {step} of epoch {epoch}, which does not exist",
-                remedy="take a cursor that this run saved",
-            )
+            what = f"the saved cursor is at step {step} of epoch {epoch}, which does not exist"
+            raise ConfigError(what, remedy="take a cursor that this run saved")
         self.epoch, self.step = epoch, step

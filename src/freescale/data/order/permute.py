@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_Round = Callable[[NDArray[np.uint64], int, NDArray[np.bool_]], NDArray[np.uint64]]
+Words = NDArray[np.uint64]
+_Round = tuple[Words, np.uint64, np.uint64]
+"""A key, and the bits of the left and of the right half."""
 _WEYL, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+_ONE, _S27, _S30, _S31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
 _ROUNDS = 6  # four already pass as random; six leave margin on the tiny domains that row groups give
 
 
@@ -39,52 +41,43 @@ def key_of(*parts: ArrayLike) -> NDArray[np.uint64]:
 class Permutation:
     """A bijection of range(n) chosen by a key. Keys may be an array: then each element has its own bijection."""
 
-    def __init__(self, n: int, key: NDArray[np.uint64]) -> None:
+    def __init__(self, n: int, key: Words) -> None:
         bits = max(2, (n - 1).bit_length())
+        halves = np.uint64(bits // 2), np.uint64(bits - bits // 2)
         self.n = n
-        self._halves = (bits // 2, bits - bits // 2)
-        self._keys = [key_of(key, r) for r in range(_ROUNDS)]
+        self._rounds: list[_Round] = [(key_of(key, r), halves[r % 2], halves[1 - r % 2]) for r in range(_ROUNDS)]
 
     def __call__(self, index: ArrayLike) -> NDArray[np.int64]:
         """Where each index goes."""
-        return self._walk(index, range(_ROUNDS), self._round)
+        return self._walk(index, self._rounds, _round)
 
     def inverse(self, index: ArrayLike) -> NDArray[np.int64]:
         """Which index came here."""
-        return self._walk(index, reversed(range(_ROUNDS)), self._unround)
+        return self._walk(index, self._rounds[::-1], _unround)
 
-    def _walk(self, index: ArrayLike, rounds: Iterable[int], step: _Round) -> NDArray[np.int64]:
+    def _walk(self, index: ArrayLike, rounds: Iterable[_Round], step: Callable[..., Words]) -> NDArray[np.int64]:
         # A value that lands at or above n is sent through again. The orbit returns below n after fewer than two
         # passes on average, because the domain is less than twice n.
-        rounds = list(rounds)
         value = np.atleast_1d(np.asarray(index)).astype(np.uint64)
         outside = np.ones(value.shape, dtype=bool)
         while outside.any():
             moved = value[outside]
-            for r in rounds:
-                moved = step(moved, r, outside)
+            for key, left_bits, right_bits in rounds:
+                moved = step(moved, key[outside] if len(key) > 1 else key, left_bits, right_bits)
             value[outside] = moved
             outside = value >= self.n
         return value.astype(np.int64).reshape(np.shape(index))
 
-    def _key(self, r: int, chosen: NDArray[np.bool_]) -> NDArray[np.uint64]:
-        key = self._keys[r]
-        return key[chosen] if len(key) > 1 else key
 
-    def _widths(self, r: int) -> tuple[np.uint64, np.uint64]:
-        left, right = self._halves if r % 2 == 0 else self._halves[::-1]
-        return np.uint64(left), np.uint64(right)
+def _round(value: Words, key: Words, left_bits: np.uint64, right_bits: np.uint64) -> Words:
+    left, right = value >> right_bits, _lowest(value, right_bits)
+    return (right << left_bits) | (left ^ _lowest(mix(right ^ key), left_bits))
 
-    def _round(self, value: NDArray[np.uint64], r: int, chosen: NDArray[np.bool_]) -> NDArray[np.uint64]:
-        left_bits, right_bits = self._widths(r)
-        one = np.uint64(1)
-        left, right = value >> right_bits, value & ((one << right_bits) - one)
-        left ^= mix(right ^ self._key(r, chosen)) & ((one << left_bits) - one)
-        return (right << left_bits) | left
 
-    def _unround(self, value: NDArray[np.uint64], r: int, chosen: NDArray[np.bool_]) -> NDArray[np.uint64]:
-        left_bits, right_bits = self._widths(r)
-        one = np.uint64(1)
-        right, left = value >> left_bits, value & ((one << left_bits) - one)
-        left ^= mix(right ^ self._key(r, chosen)) & ((one << left_bits) - one)
-        return (left << right_bits) | right
+def _unround(value: Words, key: Words, left_bits: np.uint64, right_bits: np.uint64) -> Words:
+    right, left = value >> left_bits, _lowest(value, left_bits)
+    return ((left ^ _lowest(mix(right ^ key), left_bits)) << right_bits) | right
+
+
+def _lowest(value: Words, bits: np.uint64) -> Words:
+    return value & ((_ONE << bits) - _ONE)

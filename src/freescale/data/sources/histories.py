@@ -5,11 +5,13 @@ fits in memory. Each bucket becomes histories. These are then gathered in ranges
 gives the order in which a production system would have logged them. A log that fits goes the same way in one bucket.
 """
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import polars as pl
 import pyarrow as pa
@@ -26,6 +28,18 @@ _BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
 USERS_FILE = "users.parquet"
 
 
+class Log(NamedTuple):
+    """Events as they were found."""
+
+    events: pl.LazyFrame
+    name: str
+    scratch: Path
+    """A folder for files on the way."""
+    quarantine: Quarantine
+    memory: int = 1 << 30
+    """Bytes that sorting may hold."""
+
+
 @dataclass(frozen=True)
 class Imported:
     """What came out of an import."""
@@ -37,57 +51,32 @@ class Imported:
     """Events whose item the given vocabulary does not have."""
 
 
-def write(
-    events: pl.LazyFrame,
-    target: str | Path,
-    scratch: Path,
-    *,
-    log_name: str,
-    quarantine: Quarantine,
-    vocabulary: Path | None = None,
-    memory: int = 1 << 30,
-) -> Imported:
-    """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set.
-
-    `memory` bounds, in bytes, what sorting may hold.
-    """
+def write(log: Log, target: str | Path, *, vocabulary: Path | None = None) -> Imported:
+    """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set."""
     try:
         known = None if vocabulary is None else pl.read_parquet(vocabulary / FILE)
         with writer.new_folder(target) as folder:
-            return _Import(events, folder, scratch, log_name, quarantine, memory).run(known)
+            return _Import(log, folder).run(known)
     except FileNotFoundError as error:
-        raise DataError(
-            "there is no vocabulary here",
-            where=str(vocabulary),
-            remedy="give the folder of an imported data set",
-        ) from error
+        remedy = "give the folder of an imported data set"
+        raise DataError("there is no vocabulary here", where=str(vocabulary), remedy=remedy) from error
     except (pl.exceptions.PolarsError, pa.ArrowException) as error:
-        raise DataError(
-            f"the log cannot be read: {reason(error)}", where=log_name, remedy="check its format and encoding"
-        ) from error
+        remedy = "check its format and encoding"
+        raise DataError(f"the log cannot be read: {reason(error)}", where=log.name, remedy=remedy) from error
 
 
 class _Import:
     """The steps of one import, in order."""
 
-    def __init__(
-        self,
-        events: pl.LazyFrame,
-        folder: Path,
-        scratch: Path,
-        log_name: str,
-        quarantine: Quarantine,
-        memory: int,
-    ) -> None:
-        self._events, self._folder, self._scratch = events, folder, scratch
-        self._log_name, self._quarantine, self._memory = log_name, quarantine, memory
+    def __init__(self, log: Log, folder: Path) -> None:
+        self._log, self._events, self._folder = log, log.events, folder
 
     def run(self, known: pl.DataFrame | None) -> Imported:
         self._set_aside_bad()
         seen = self._keys("item_id")
         events = int(seen["count"].sum())
         if not events:
-            raise DataError("the log holds no usable event", where=self._log_name, remedy="check its format")
+            raise DataError("the log holds no usable event", where=self._log.name, remedy="check its format")
         items, numbers, unknown = _number(seen, known)
         _save(items, self._folder / FILE)
         self._use_numbers("item_id", numbers)
@@ -95,7 +84,7 @@ class _Import:
             users = self._keys("user_id")
             _save(users, self._folder / USERS_FILE)
             self._use_numbers("user_id", users.select("key").with_row_index("number"))
-        buckets = max(1, -(-events * _BYTES_PER_EVENT // self._memory))
+        buckets = max(1, -(-events * _BYTES_PER_EVENT // self._log.memory))
         manifest = self._write(self._histories(buckets), events, len(items), buckets)
         return Imported(manifest.rows, len(items), manifest.events, unknown)
 
@@ -106,13 +95,8 @@ class _Import:
         for batch in self._events.filter(broken).collect_batches(engine="streaming"):
             for row in batch.iter_rows(named=True):
                 missing = ", ".join(name for name in names if row[name] is None)
-                place = Place(self._log_name, row=row["order"])
-                self._quarantine.bad(
-                    place,
-                    "incomplete event",
-                    f"{missing} missing or not of its type",
-                    remedy="mend that line",
-                )
+                place, what = Place(self._log.name, row=row["order"]), f"{missing} missing or not of its type"
+                self._log.quarantine.bad(place, "incomplete event", what, remedy="mend that line")
         self._events = self._events.filter(~broken)
 
     def _keys(self, column: str) -> pl.DataFrame:
@@ -128,22 +112,19 @@ class _Import:
     def _use_numbers(self, column: str, numbers: pl.DataFrame) -> None:
         """Replace keys by their numbers."""
         named = numbers.lazy().select(pl.col("key").alias(column), pl.col("number").cast(pl.Int64))
-        self._events = (
-            self._events.join(named, on=column, how="left").with_columns(pl.col("number").alias(column)).drop("number")
-        )
+        joined = self._events.join(named, on=column, how="left")
+        self._events = joined.with_columns(pl.col("number").alias(column)).drop("number")
 
     def _histories(self, buckets: int) -> list[Path]:
         """Group each bucket's events into histories, ordered by the time of their last event."""
-        parts = self._scratch / "buckets"
+        parts = self._log.scratch / "buckets"
         parts.mkdir()
-        by_user = (pl.col("user_id").hash() % buckets).alias("bucket")
-        self._events.sink_parquet(
-            pl.PartitionBy(parts, key={"bucket": by_user}, include_key=False), compression="lz4", mkdir=True
-        )
+        by_user = {"bucket": pl.col("user_id").hash() % buckets}
+        self._events.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
         written = []
-        for number, bucket in enumerate(sorted(path for path in parts.iterdir())):
+        for number, bucket in enumerate(sorted(parts.iterdir())):
             histories = _group(pl.read_parquet(bucket / "*.parquet" if bucket.is_dir() else bucket))
-            written.append(self._scratch / f"histories-{number}.parquet")
+            written.append(self._log.scratch / f"histories-{number}.parquet")
             # A range of time is read from every bucket at once, so row groups are no larger than what it takes of one.
             share = max(32, len(histories) // buckets)
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
@@ -154,13 +135,9 @@ class _Import:
         last = histories.select("last").collect(engine="streaming")["last"].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
         columns = len(histories.collect_schema()) - 2  # but user_id and last
-        return writer.write(
-            self._folder,
-            _in_time_order(histories, cuts),
-            rows_per_group=writer.rows_per_group(len(last), events, columns),
-            items=items,
-            note=f"imported from {self._log_name}",
-        )
+        rows, note = writer.rows_per_group(len(last), events, columns), f"imported from {self._log.name}"
+        ordered = _in_time_order(histories, cuts)
+        return writer.write(self._folder, ordered, rows_per_group=rows, items=items, note=note)
 
 
 def _merged(found: pl.DataFrame | None, more: list[pl.DataFrame]) -> pl.DataFrame:
@@ -177,20 +154,13 @@ def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFram
         return seen, seen.select("key").with_row_index("number"), 0
     if seen["key"].dtype != known["key"].dtype:
         kinds = f"{seen['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
-        raise DataError(
-            f"the item keys have other types: {kinds}", remedy="give the vocabulary that belongs to this log"
-        )
+        remedy = "give the vocabulary that belongs to this log"
+        raise DataError(f"the item keys have other types: {kinds}", remedy=remedy)
     fresh = seen.join(known, on="key", how="anti")
     behind = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in fresh["key"]]
-    numbers = pl.concat(
-        [
-            known.select("key").with_row_index("number").cast({"number": pl.Int64}),
-            pl.DataFrame(
-                {"number": behind, "key": fresh["key"]}, schema={"number": pl.Int64, "key": fresh["key"].dtype}
-            ),
-        ]
-    )
-    return known, numbers, int(fresh["count"].sum())
+    numbered = known.select("key").with_row_index("number").cast({"number": pl.Int64})
+    others = pl.DataFrame([pl.Series("number", behind, pl.Int64), fresh["key"]])
+    return known, pl.concat([numbered, others]), int(fresh["count"].sum())
 
 
 def _save(keys: pl.DataFrame, path: Path) -> None:
@@ -206,29 +176,19 @@ def _group(events: pl.DataFrame) -> pl.DataFrame:
             pl.int_range(pl.len(), dtype=pl.Int64).over("user_id").alias("timestamp"), last="order"
         )
     features = [name for name in events.columns if name not in ("user_id", "item_id", "timestamp", "order")]
-    return (
-        timed.group_by("user_id", maintain_order=True)
-        .agg("item_id", "timestamp", *features, pl.col("last").last())
-        .sort("last", "user_id")
-    )
+    of_user = timed.group_by("user_id", maintain_order=True)
+    return of_user.agg("item_id", "timestamp", *features, pl.col("last").last()).sort("last", "user_id")
 
 
 def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Table]:
-    edges: list[int | None] = [None, *sorted(set(cuts)), None]
+    edges = [-math.inf, *sorted(set(cuts)), math.inf]
     for low, high in pairwise(edges):
-        inside = pl.lit(True)
-        if low is not None:
-            inside &= pl.col("last") >= low
-        if high is not None:
-            inside &= pl.col("last") < high
+        inside = pl.col("last").is_between(low, high, closed="left")
         found = histories.filter(inside).collect(engine="streaming").sort("last", "user_id").drop("last")
         yield _plain_lists(found.to_arrow())
 
 
 def _plain_lists(table: pa.Table) -> pa.Table:
     """Polars hands out 64-bit list offsets; Parquet readers everywhere expect plain lists."""
-    fields = [
-        pa.field(f.name, pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type)
-        for f in table.schema
-    ]
-    return table.cast(pa.schema(fields)) if table.num_rows else pa.schema(fields).empty_table()
+    plain = {f.name: pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type for f in table.schema}
+    return table.cast(pa.schema(plain)) if table.num_rows else pa.schema(plain).empty_table()

@@ -10,8 +10,8 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import polars as pl
 import pyarrow as pa
@@ -23,8 +23,7 @@ from freescale.errors import DataError, UsageError, nearest, reason
 from freescale.log import notice
 
 
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """Which columns of a log mean what."""
 
     user: str = "user_id"
@@ -34,8 +33,7 @@ class Columns:
     features: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class CsvStyle:
+class CsvStyle(NamedTuple):
     """How a text log is written."""
 
     separator: str = ","
@@ -49,37 +47,28 @@ _KUAIRAND = Columns("user_id", "video_id", "time_ms", ("is_click", "long_view", 
 _MOVIELENS = Columns("userId", "movieId", "timestamp", ("rating",))
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What every format gets."""
 
     sources: Sequence[Path]
     scratch: Path
     """A folder for unpacked files."""
     quarantine: Quarantine
-    columns: Columns
-    style: CsvStyle
+    columns: Columns = Columns()
+    style: CsvStyle = CsvStyle()
 
 
-def open_log(
-    name: str,
-    sources: Sequence[Path],
-    scratch: Path,
-    *,
-    quarantine: Quarantine,
-    columns: Columns | None = None,
-    style: CsvStyle | None = None,
-) -> pl.LazyFrame:
+def open_log(name: str, job: Job) -> pl.LazyFrame:
     """Open a log in a named format."""
     if name not in FORMATS:
         raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
-    for source in sources:
+    for source in job.sources:
         if not source.is_file():
             raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
     try:
-        return FORMATS[name](Job(sources, scratch, quarantine, columns or Columns(), style or CsvStyle()))
+        return FORMATS[name](job)
     except DataError as error:
-        error.where = error.where or ", ".join(map(str, sources))
+        error.where = error.where or ", ".join(map(str, job.sources))
         raise
 
 
@@ -93,20 +82,13 @@ def _movielens(job: Job) -> pl.LazyFrame:
     return _events(_read_text(job, CsvStyle(), member="ratings.csv"), _MOVIELENS)
 
 
-def _kuairand(job: Job) -> pl.LazyFrame:
-    return _events(_read_text(job, CsvStyle()), _KUAIRAND)
-
-
 def _lists(job: Job) -> pl.LazyFrame:
     """Lines of `user item item ...`; a line per event is the shortest of them."""
     lines = _read_text(job, CsvStyle("\x01", ""), names=["line"])  # a separator that no log holds
-    words = pl.col("line").str.strip_chars().str.split(" ")
-    pairs = (
-        lines.filter(pl.col("line").str.strip_chars() != "")
-        .select(words.list.first().alias("user"), words.list.slice(1).alias("item"))
-        .explode("item")
-        .filter(pl.col("item").is_not_null())  # a user without items
-    )
+    line = pl.col("line").str.strip_chars()
+    words = line.str.split(" ")
+    users = lines.filter(line != "").select(user=words.list.first(), item=words.list.slice(1))
+    pairs = users.explode("item").filter(pl.col("item").is_not_null())  # a user may have no items
     return _events(pairs, Columns("user", "item", None))
 
 
@@ -121,7 +103,7 @@ FORMATS: dict[str, Callable[[Job], pl.LazyFrame]] = {
     "ml-20m": _movielens,
     "ml-latest": _movielens,
     "amazon": _lists,
-    "kuairand": _kuairand,
+    "kuairand": lambda job: _events(_read_text(job, CsvStyle()), _KUAIRAND),
     "events": _generic,
 }
 
@@ -133,16 +115,19 @@ def _read_text(job: Job, style: CsvStyle, *, names: Sequence[str] = (), member: 
         path = _member(source, member, job.scratch) if member and source.suffix == ".zip" else source
         files.append(job.scratch / f"text-{number}.parquet")
         try:
-            _to_parquet(path, files[-1], style, names, Place(source.name), job.quarantine)
+            ragged = _to_parquet(path, files[-1], style, names)
         except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
             remedy = "check the file, --separator and --encoding"
             raise DataError(f"the log cannot be read: {reason(error)}", where=str(source), remedy=remedy) from error
+        for row in ragged:
+            what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
+            remedy = "mend that line, or give the right --separator and --quote"
+            job.quarantine.bad(Place(source.name, row=row.number), "malformed line", what, remedy=remedy)
     return pl.scan_parquet(files)
 
 
-def _to_parquet(
-    source: Path, target: Path, style: CsvStyle, names: Sequence[str], place: Place, quarantine: Quarantine
-) -> None:
+def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str]) -> list[csv.InvalidRow]:
+    """Gives the lines that cannot be split."""
     ragged: list[csv.InvalidRow] = []
 
     def set_aside(row: csv.InvalidRow) -> str:
@@ -151,10 +136,8 @@ def _to_parquet(
 
     parse = csv.ParseOptions(delimiter=style.separator, quote_char=style.quote or False, invalid_row_handler=set_aside)
     # One thread: only then does Arrow know the number of a bad line.
-    read = csv.ReadOptions(
-        use_threads=False, encoding=style.encoding, column_names=list(names) or _header(source, style, parse)
-    )
-    read.skip_rows = 0 if names else 1
+    columns, skipped = (list(names), 0) if names else (_header(source, style, parse), 1)
+    read = csv.ReadOptions(use_threads=False, encoding=style.encoding, column_names=columns, skip_rows=skipped)
     convert = csv.ConvertOptions(column_types=dict.fromkeys(read.column_names, pa.string()), strings_can_be_null=True)
     with (
         _open_text(source) as stream,
@@ -163,14 +146,7 @@ def _to_parquet(
     ):
         for batch in text:
             out.write_batch(batch)
-    for row in ragged:
-        what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
-        quarantine.bad(
-            replace(place, row=row.number),
-            "malformed line",
-            what,
-            remedy="mend that line, or give the right --separator and --quote",
-        )
+    return ragged
 
 
 def _header(source: Path, style: CsvStyle, parse: csv.ParseOptions) -> list[str]:
@@ -187,53 +163,51 @@ def _open_text(source: Path) -> pa.NativeFile:
 def _events(frame: pl.LazyFrame, columns: Columns) -> pl.LazyFrame:
     """Give the columns their common names and types. What does not convert becomes null."""
     present = frame.collect_schema()
-    for name in (columns.user, columns.item, *([columns.time] if columns.time else []), *columns.features):
+    for name in filter(None, (columns.user, columns.item, columns.time, *columns.features)):
         if name not in present:
             raise DataError(f"the log has no column '{name}'", remedy=nearest(name, present.names()))
     sample = frame.head(10_000).collect()
     if columns.time is None:
         notice("the log has no time: the order of its lines is taken for it, and timestamps are positions")
     return frame.with_row_index("order").select(
-        _key(sample[columns.user], columns.user).alias("user_id"),
-        _key(sample[columns.item], columns.item).alias("item_id"),
-        *([_time(sample[columns.time], columns.time).alias("timestamp")] if columns.time else []),
+        _key(sample[columns.user]).alias("user_id"),
+        _key(sample[columns.item]).alias("item_id"),
+        *([_time(sample[columns.time]).alias("timestamp")] if columns.time else []),
         pl.col("order").cast(pl.Int64),
-        *(_feature(sample[name], name) for name in columns.features),
+        *(_feature(sample[name]) for name in columns.features),
     )
 
 
-def _key(sample: pl.Series, name: str) -> pl.Expr:
+def _key(sample: pl.Series) -> pl.Expr:
     """Keys are integers where the whole sample is, and none would lose a leading zero; else text."""
-    if sample.dtype.is_integer():
-        return pl.col(name).cast(pl.Int64, strict=False)
     text = sample.cast(pl.String)
-    if text.cast(pl.Int64, strict=False).cast(pl.String).equals(text) and text.count():
-        return pl.col(name).cast(pl.Int64, strict=False)
-    return pl.col(name).cast(pl.String)
+    whole = text.count() and text.cast(pl.Int64, strict=False).cast(pl.String).equals(text)
+    kind = pl.Int64 if sample.dtype.is_integer() or whole else pl.String
+    return pl.col(sample.name).cast(kind, strict=False)
 
 
-def _time(sample: pl.Series, name: str) -> pl.Expr:
+def _time(sample: pl.Series) -> pl.Expr:
     """Seconds or whatever unit the log counts in; dates become seconds. What most of the sample is decides."""
-    column = pl.col(name)
+    column = pl.col(sample.name)
+    whole = column.cast(pl.Int64, strict=False)
     if sample.dtype.is_temporal():
         return column.dt.epoch("s")
     if sample.dtype.is_numeric():
-        return column.cast(pl.Int64, strict=False)
-    ways = [
-        column.cast(pl.Int64, strict=False),
-        column.cast(pl.Float64, strict=False).cast(pl.Int64, strict=False),
-        column.str.to_datetime(strict=False).dt.epoch("s"),
-    ]
-    return max(ways, key=lambda way: _kept(sample, way))  # the first of equals
+        return whole
+    real = column.cast(pl.Float64, strict=False).cast(pl.Int64, strict=False)
+    date = column.str.to_datetime(strict=False).dt.epoch("s")
+    return max((whole, real, date), key=lambda way: _kept(sample, way))  # the first of equals
 
 
-def _feature(sample: pl.Series, name: str) -> pl.Expr:
+def _feature(sample: pl.Series) -> pl.Expr:
     """A number as it is stored; text becomes integers where it loses nothing by it, else floats."""
+    column = pl.col(sample.name)
     if sample.dtype.is_numeric() or sample.dtype == pl.Boolean:
-        return pl.col(name)
-    whole, real = pl.col(name).cast(pl.Int64, strict=False), pl.col(name).cast(pl.Float32, strict=False)
+        return column
+    whole, real = column.cast(pl.Int64, strict=False), column.cast(pl.Float32, strict=False)
     if sample.dtype != pl.String or (sample.count() and not _kept(sample, real)):
-        raise DataError(f"feature '{name}' is not numeric", remedy="leave it out, or give it numbers in the log")
+        remedy = "leave it out, or give it numbers in the log"
+        raise DataError(f"feature '{sample.name}' is not numeric", remedy=remedy)
     return whole if _kept(sample, whole) == _kept(sample, real) else real
 
 
@@ -251,16 +225,12 @@ def _member(source: Path, name: str, scratch: Path) -> Path:
         with zipfile.ZipFile(source) as archive:
             found = [entry for entry in archive.namelist() if entry.rsplit("/", 1)[-1] == name]
             if not found:
-                raise DataError(
-                    f"the archive holds no {name}",
-                    where=str(source),
-                    remedy="check that it is the right download",
-                )
+                remedy = "check that it is the right download"
+                raise DataError(f"the archive holds no {name}", where=str(source), remedy=remedy)
             target = scratch / f"unpacked-{name}"
             with archive.open(found[0]) as packed, target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
             return target
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise DataError(
-            f"the archive cannot be read: {error}", where=str(source), remedy="download it again"
-        ) from error
+        what = f"the archive cannot be read: {error}"
+        raise DataError(what, where=str(source), remedy="download it again") from error

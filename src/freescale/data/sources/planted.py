@@ -7,8 +7,8 @@ is kept in a column beside it (`true_click` for `label_click`), whose name is no
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,18 +26,14 @@ GROUPS = 8
 FEWEST_ITEMS = 2 * GROUPS
 EVENTS = (8, 24)
 CANDIDATES = (8, 16)
-CHANCES = {
-    "label_click": ((0.08, 0.08), (0.60, 0.60)),
-    "label_like": ((0.04, 0.30), (0.15, 0.75)),
-}
+CHANCES = {"label_click": ((0.08, 0.08), (0.60, 0.60)), "label_like": ((0.04, 0.30), (0.15, 0.75))}
 """Of each label: [candidate is of the history's group][candidate is good]."""
 _LOYAL = 0.7  # share of a user's events that are drawn from the favourite group; the others are any item
 _OFFERED = 0.5  # the same for candidates
 _BLOCK = 4096
 
 
-@dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """The hidden side of a catalogue: item i is of group[i], and good or not."""
 
     group: Ints
@@ -72,14 +68,9 @@ class Items:
 def write(target: str | Path, *, users: int, catalogue: int = 256, seed: int = 0) -> Manifest:
     """Write a planted log. Another seed gives other users over the same items, as a test set needs them."""
     note = f"synthetic: planted ranking over {catalogue:,} items in {GROUPS} hidden groups, seed {seed}"
+    blocks, rows = _blocks(users, Items.of(catalogue), seed), writer.rows_per_group(users, users * EVENTS[1])
     with writer.new_folder(target) as folder:
-        return writer.write(
-            folder,
-            _blocks(users, Items.of(catalogue), seed),
-            rows_per_group=writer.rows_per_group(users, users * EVENTS[1]),
-            items=catalogue,
-            note=note,
-        )
+        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note)
 
 
 def truth(folder: str | Path, label: str) -> tuple[Floats, Floats]:

@@ -60,14 +60,10 @@ def write(
     """Write a synthetic data set; memory holds about a million events at a time."""
     per_user = float(lengths(preset, _TRIAL, np.random.default_rng(seed)).mean())
     note = f"synthetic: {preset}, {popularity} popularity over {catalogue:,} items, seed {seed}"
+    blocks = _blocks(preset, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
+    rows = writer.rows_per_group(users, int(users * per_user))
     with writer.new_folder(target) as folder:
-        return writer.write(
-            folder,
-            _blocks(preset, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user))),
-            rows_per_group=writer.rows_per_group(users, int(users * per_user)),
-            items=catalogue,
-            note=note,
-        )
+        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note)
 
 
 def _blocks(
@@ -77,13 +73,8 @@ def _blocks(
         rng = np.random.default_rng([seed, first])
         user = np.arange(first, min(first + block, users), dtype=np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths(preset, len(user), rng))])
-        yield pa.table(
-            {
-                "user_id": pa.array(user),
-                "item_id": listed(offsets, items(int(offsets[-1]), catalogue, popularity, rng)),
-                "timestamp": listed(offsets, times(user, offsets, rng)),
-            }
-        )
+        item = listed(offsets, items(int(offsets[-1]), catalogue, popularity, rng))
+        yield pa.table({"user_id": user, "item_id": item, "timestamp": listed(offsets, times(user, offsets, rng))})
 
 
 def times(user: NDArray[np.int64], offsets: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:

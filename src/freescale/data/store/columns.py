@@ -6,8 +6,7 @@ length. Knows Arrow and numpy, but no files and no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,16 +24,14 @@ def is_candidate(name: str) -> bool:
     return name.startswith(("candidate_", "label_"))
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What a column holds."""
 
     listed: bool
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """Values of one column: one per row, or `offsets` say which belong to which row."""
 
     values: NDArray[Any]
@@ -54,8 +51,7 @@ class Column:
         return end - begin
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """One decoded row group. Rows keep their stored numbers; `usable` says which passed every check."""
 
     columns: dict[str, Column]
@@ -64,13 +60,9 @@ class Group:
     @staticmethod
     def unreadable(rows: int, kinds: Mapping[str, Kind]) -> "Group":
         """Stand in for a group that could not be read: the right number of rows, none of them usable."""
-        columns = {
-            name: Column(np.empty(0, kind.dtype), np.zeros(rows + 1, np.int64))
-            if kind.listed
-            else Column(np.zeros(rows, kind.dtype))
-            for name, kind in kinds.items()
-        }
-        return Group(columns, np.zeros(rows, dtype=bool))
+        offsets = {name: np.zeros(rows + 1, np.int64) if kind.listed else None for name, kind in kinds.items()}
+        values = {name: np.zeros(0 if kind.listed else rows, kind.dtype) for name, kind in kinds.items()}
+        return Group({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
 
 
 Report = Callable[[int, str, str], None]
@@ -91,23 +83,19 @@ def choose(schema: pa.Schema, features: Sequence[str], place: Place) -> dict[str
 def _kind(field: pa.Field, place: Place) -> Kind:
     listed = _is_list(field.type)
     kind = field.type.value_type if listed else field.type
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    rules = {
-        "user_id": ("a 64-bit integer", not listed and pa.types.is_integer(kind)),
-        "item_id": ("list<int64>", listed and pa.types.is_integer(kind)),
-        "timestamp": ("list<int64>", listed and pa.types.is_integer(kind)),
-        CANDIDATE: ("list<int64>", listed and pa.types.is_integer(kind)),
-    }
-    default = (
-        ("a list of numbers", listed and number) if is_candidate(field.name) else ("numbers or lists of them", number)
-    )
-    wanted, right = rules.get(field.name, default)
+    whole = pa.types.is_integer(kind)
+    number = whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if field.name == "user_id":
+        wanted, right = "a 64-bit integer", whole and not listed
+    elif field.name in ("item_id", "timestamp", CANDIDATE):
+        wanted, right = "list<int64>", whole and listed
+    elif is_candidate(field.name):
+        wanted, right = "a list of numbers", number and listed
+    else:
+        wanted, right = "numbers or lists of them", number
     if not right:
-        raise DataError(
-            f"column '{field.name}' has type {field.type}, not {wanted}",
-            where=str(place),
-            remedy="convert the log with `freescale data import events`",
-        )
+        what = f"column '{field.name}' has type {field.type}, not {wanted}"
+        raise DataError(what, where=str(place), remedy="convert the log with `freescale data import events`")
     return Kind(listed, _number_type(np.dtype(kind.to_pandas_dtype())))
 
 
@@ -125,9 +113,7 @@ def decode(table: pa.Table, *, longest: int, report: Report) -> Group:
             usable[row] = False
             report(row, kind, what)
     if not usable.all():  # emptied, so that all columns of a row agree again on where it begins
-        columns = {
-            name: column if column.offsets is None else _emptied(column, usable) for name, column in columns.items()
-        }
+        columns = {name: _emptied(column, usable) for name, column in columns.items()}
     return Group(columns, usable)
 
 
@@ -141,19 +127,15 @@ def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
     if history.min(initial=1) < 1:
         yield "empty", "the history is empty", history == 0
     if history.max(initial=0) > longest:
-        yield (
-            "too long",
-            f"a history of up to {history.max():,} events, above longest = {longest:,}",
-            history > longest,
-        )
+        what = f"a history of up to {history.max():,} events, above longest = {longest:,}"
+        yield "too long", what, history > longest
     for name in ("item_id", CANDIDATE):
         if name in columns and columns[name].values.min(initial=0) < 0:
             yield "negative id", f"{name} holds a negative id", _any(columns[name], columns[name].values < 0)
     for name, column in columns.items():
         if column.offsets is not None:
             leader = CANDIDATE if is_candidate(name) else "item_id"
-            unequal = column.lengths != columns[leader].lengths
-            if unequal.any():
+            if (unequal := column.lengths != columns[leader].lengths).any():
                 yield "unequal lists", f"{name} and {leader} have unequal lengths", unequal
     yield from _out_of_order(columns["timestamp"])
 
@@ -164,15 +146,14 @@ def _out_of_order(time: Column) -> Iterator[Fault]:
     inner = begin[(begin > 0) & (begin < len(time.values))]
     back[inner - 1] = False  # the first event of a row follows nothing
     if back.any():
-        yield (
-            "not in time order",
-            "timestamp goes back in time inside the history",
-            _any(time, np.append(False, back)),
-        )
+        what = "timestamp goes back in time inside the history"
+        yield "not in time order", what, _any(time, np.append(False, back))
 
 
 def _emptied(column: Column, usable: NDArray[np.bool_]) -> Column:
-    """Take the values of unusable rows out of a list column."""
+    """Take the values of unusable rows out of a column, if it is one of lists."""
+    if column.offsets is None:
+        return column
     lengths = np.where(usable, column.lengths, 0)
     return Column(column.values[np.repeat(usable, column.lengths)], np.concatenate([[0], np.cumsum(lengths)]))
 

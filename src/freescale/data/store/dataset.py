@@ -6,7 +6,8 @@ threads.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from freescale.data.order.layout import Layout
 from freescale.data.store import columns, manifest
@@ -23,12 +24,7 @@ class Dataset:
     """Histories in Parquet files."""
 
     def __init__(
-        self,
-        address: str,
-        *,
-        features: Sequence[str] = (),
-        longest: int = 1_000_000,
-        quarantine: Quarantine | None = None,
+        self, address: str, *, features: Sequence[str] = (), longest: int = 10**6, quarantine: Quarantine | None = None
     ) -> None:
         self.address = address
         self.quarantine = quarantine or Quarantine()
@@ -126,17 +122,12 @@ class Dataset:
         return stripe.files[file], index
 
 
-@dataclass(frozen=True)
-class _Stripe:
+class _Stripe(NamedTuple):
     first: int
     """Number of its first row group."""
     files: tuple[File, ...]
 
 
 def _described(found: Manifest) -> tuple[list[_Stripe], Layout]:
-    stripes: list[_Stripe] = []
-    first = 0
-    for stripe in found.stripes:
-        stripes.append(_Stripe(first, stripe.files))
-        first += stripe.groups
-    return stripes, found.layout()
+    first = accumulate((stripe.groups for stripe in found.stripes), initial=0)
+    return [_Stripe(next(first), stripe.files) for stripe in found.stripes], found.layout()

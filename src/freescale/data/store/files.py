@@ -11,7 +11,6 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ FETCH_AGAIN = "fetch or write that file again"
 _FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """One Parquet file. Sizes and checksums are those of the moment when it was written; -1 where nobody noted them."""
 
     name: str

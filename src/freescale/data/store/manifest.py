@@ -9,7 +9,7 @@ of a row group, and with it the rank that reads its footer, follows from the num
 
 import json
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ NAME = "manifest.json"
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class Stripe:
+class Stripe(NamedTuple):
     """Row group k of a stripe is group k // len(files) of file k % len(files)."""
 
     files: tuple[File, ...]
@@ -35,8 +34,7 @@ class Stripe:
         return -(-self.rows // self.rows_per_group)
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A whole data set."""
 
     stripes: tuple[Stripe, ...]
@@ -69,11 +67,7 @@ def dump(manifest: Manifest) -> bytes:
     """Write the manifest with its own checksum."""
     # Every rank reads this, so it is kept to some 25 bytes a file: names follow from the numbers.
     stripes = [
-        [
-            stripe.rows,
-            stripe.rows_per_group,
-            [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files],
-        ]
+        [stripe.rows, stripe.rows_per_group, [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files]]
         for stripe in manifest.stripes
     ]
     body = {"stripes": stripes, "events": manifest.events, "items": manifest.items, "note": manifest.note}
@@ -94,11 +88,8 @@ def parse(raw: bytes, where: str) -> Manifest:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
     if version != VERSION:
-        raise DataError(
-            f"the manifest has version {version!r}, this package reads {VERSION}",
-            where=where,
-            remedy=_REWRITE,
-        )
+        what = f"the manifest has version {version!r}, this package reads {VERSION}"
+        raise DataError(what, where=where, remedy=_REWRITE)
     raise DataError("the manifest is damaged: its checksum does not match", where=where, remedy=_REWRITE)
 
 

@@ -6,15 +6,13 @@ Thread-safe, because readers run in several threads.
 import json
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from freescale.errors import DataError
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where in a data set something is."""
 
     file: str
@@ -22,12 +20,8 @@ class Place:
     row: int | None = None
 
     def __str__(self) -> str:
-        parts = [self.file]
-        if self.row_group is not None:
-            parts.append(f"row group {self.row_group}")
-        if self.row is not None:
-            parts.append(f"row {self.row}")
-        return ", ".join(parts)
+        inside = {"row group": self.row_group, "row": self.row}
+        return ", ".join([self.file, *(f"{name} {number}" for name, number in inside.items() if number is not None)])
 
 
 class Quarantine:
@@ -47,33 +41,19 @@ class Quarantine:
         return sum(self.counts.values())
 
     def bad(
-        self,
-        place: Place,
-        kind: str,
-        what: str,
-        *,
-        remedy: str,
-        rows: int = 1,
-        cause: Exception | None = None,
+        self, place: Place, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None
     ) -> None:
         """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
         if not self._skip:
-            raise DataError(
-                what, where=str(place), remedy=f"{remedy}, or go on without it: on_bad = skip (--on-bad skip)"
-            ) from cause
+            remedy = f"{remedy}, or go on without it: on_bad = skip (--on-bad skip)"
+            raise DataError(what, where=str(place), remedy=remedy) from cause
         with self._lock:
             if place in self._seen:
                 return
             self._seen.add(place)
             self.counts[kind] += rows
             if self._path:
-                line = {
-                    "file": place.file,
-                    "row_group": place.row_group,
-                    "row": place.row,
-                    "rows": rows,
-                    "what": what,
-                }
+                line = place._asdict() | {"rows": rows, "what": what}
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")

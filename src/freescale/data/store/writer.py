@@ -21,7 +21,7 @@ from freescale.data.store.manifest import Manifest, Stripe
 from freescale.errors import DataError
 
 FILES = 64
-GROUPS_PER_FILE = 4096
+Tables = Iterable[pa.Table]
 _GROUP_BYTES = 384 << 10
 _SMALLEST_GROUP = 32
 _ENOUGH_GROUPS = 512
@@ -39,11 +39,8 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(
-            "the target exists and is not empty",
-            where=str(target),
-            remedy="give a new folder, or delete it first",
-        )
+        remedy = "give a new folder, or delete it first"
+        raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
@@ -56,32 +53,24 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def write(
-    folder: Path,
-    tables: Iterable[pa.Table],
-    *,
-    rows_per_group: int,
-    items: int,
-    note: str = "",
-    groups_per_file: int = GROUPS_PER_FILE,
+    folder: Path, tables: Tables, *, rows_per_group: int, items: int, note: str = "", groups_per_file: int = 4096
 ) -> Manifest:
     """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
-    groups = _regroup(tables, rows_per_group)
+    groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
-    while True:
-        stripe, stripe_events = _write_stripe(folder, len(stripes), groups, rows_per_group, FILES * groups_per_file)
-        if not stripe.rows and stripes:
-            break
+    while not stripes or stripes[-1].groups == limit:
+        stripe, more = _write_stripe(folder, len(stripes), groups, rows_per_group, limit)
         stripes.append(stripe)
-        events += stripe_events
-        if stripe.groups < FILES * groups_per_file:
-            break
+        events += more
+    if len(stripes) > 1 and not stripes[-1].rows:
+        stripes.pop()
     manifest = Manifest(tuple(stripes), events, items, note)
     (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
     return manifest
 
 
-def _regroup(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
+def _regroup(tables: Tables, rows: int) -> Iterator[pa.Table]:
     """Cut a stream of tables into tables of exactly `rows` rows, the last one short."""
     held: list[pa.Table] = []
     count = 0
@@ -100,9 +89,7 @@ def _regroup(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(held).combine_chunks()
 
 
-def _write_stripe(
-    folder: Path, number: int, groups: Iterator[pa.Table], rows_per_group: int, limit: int
-) -> tuple[Stripe, int]:
+def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: int, limit: int) -> tuple[Stripe, int]:
     writers: list[pq.ParquetWriter] = []
     paths: list[Path] = []
     rows = events = written = 0
@@ -111,13 +98,13 @@ def _write_stripe(
             if len(writers) < FILES:
                 paths.append(folder / manifests.file_name(number, len(writers)))
                 writers.append(_open(paths[-1], group.schema))
-            writers[written % FILES].write_table(group, row_group_size=rows_per_group)
+            writers[written % FILES].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
             events += len(group["item_id"].chunk(0).flatten())
     finally:
         for writer in writers:
             writer.close()
-    return Stripe(tuple(_seal(path) for path in paths), rows, rows_per_group), events
+    return Stripe(tuple(map(_seal, paths)), rows, size), events
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -125,23 +112,13 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     # prunes by them, and a flipped bit in them would go unseen.
     encodings = {}
     for field in schema:
-        leaf = f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
-        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
-        if pa.types.is_integer(kind) and kind.bit_width >= 32:
+        listed = pa.types.is_list(field.type)
+        leaf, kind = (f"{field.name}.list.element", field.type.value_type) if listed else (field.name, field.type)
+        if pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind.bit_width >= 32):
             encodings[leaf] = "DELTA_BINARY_PACKED" if field.name in ("timestamp", "user_id") else "BYTE_STREAM_SPLIT"
-        elif pa.types.is_floating(kind):
-            encodings[leaf] = "BYTE_STREAM_SPLIT"
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=False,
-        column_encoding=encodings,
-        write_page_checksum=True,
-        write_statistics=False,
-        store_schema=False,
-    )
+    left_out = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
+    packed = {"compression": "zstd", "compression_level": 1, "column_encoding": encodings}
+    return pq.ParquetWriter(path, schema, write_page_checksum=True, **packed, **left_out)
 
 
 def _seal(path: Path) -> File:

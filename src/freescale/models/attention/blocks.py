@@ -4,33 +4,18 @@ Memory follows the tokens: of the matrix of all pairs there is one block at a ti
 backward computes it anew. What happens to the pairs of a block is the business of `pairs`, or of its twin in C.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from freescale.log import notice
 from freescale.models.attention import native
-from freescale.models.attention.matrix import Matrix, Room, matrices
+from freescale.models.attention.matrix import Room, matrices
 from freescale.models.attention.operands import Gradients, Inputs
 from freescale.models.attention.pairs import Pairs
 from freescale.models.sequence import Times
 
-
-class OnPairs(Protocol):
-    """Turns scores [samples * heads, rows, keys] of a block into weights, in place."""
-
-    def weigh_(self, score: Tensor, matrix: Matrix, rows: slice) -> None:
-        """silu(score + biases), and 0 where a query does not see a key."""
-        ...
-
-    def weigh_back_(self, score: Tensor, d_weights: Tensor, matrix: Matrix, rows: slice) -> None:
-        """The same; gradients of weights become those of scores, and add to those of the biases."""
-        ...
-
-    def of_biases(self) -> tuple[Tensor, Tensor]:
-        """Gradients of position and time, over all blocks so far."""
-        ...
+OnPairs = Pairs | native.Pairs
+"""What turns scores [samples * heads, rows, keys] of a block into weights, in place, and its gradients back."""
 
 
 def forward(x: Inputs) -> Tensor:

@@ -39,6 +39,11 @@ class Matrix:
         """The other way round."""
         self.bucket.scatter(found.unflatten(0, (-1, self.heads)).transpose(1, 2), packed)
 
+    def places(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of the queries of a block [queries, 1], and of the keys that they may see."""
+        place = torch.arange(rows.stop, device=self.q.device)
+        return place[rows, None], place
+
     def rows(self) -> Iterator[slice]:
         """Queries that attend at a time; all that they see lies before the end of such a block."""
         for begin in range(0, self.bucket.longest, _ROWS):

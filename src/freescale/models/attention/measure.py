@@ -4,10 +4,10 @@ Work is counted as the pairs of which one sees the other: six products of matric
 What a kernel computes beyond that (tiles that are half hidden, scores computed anew) is its own affair.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that everyone knows
@@ -76,7 +76,7 @@ class Problem:
         return 2 * _PRODUCTS * pairs * self.q.shape[1] * self.q.shape[2]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Timed:
     """A competitor."""
 
@@ -89,19 +89,12 @@ class Timed:
 
 def errors(problem: Problem) -> dict[str, float]:
     """How far result and gradients are from the reference in fp64, as shares of their norms."""
-    exact = replace(
-        problem,
-        q=problem.q.detach().double().requires_grad_(),
-        k=problem.k.detach().double().requires_grad_(),
-        v=problem.v.detach().double().requires_grad_(),
-        bias=Bias(*(x.detach().double().requires_grad_() for x in (problem.bias.position, problem.bias.time))),
-    )
+    q, k, v, *biases = (x.detach().double().requires_grad_() for x in problem.learnt)
+    exact = replace(problem, q=q, k=k, v=v, bias=Bias(*biases))
     found, meant = _result(problem, hstu_attention), _result(exact, reference.hstu_attention)
     names = ("result", "of q", "of k", "of v", "of position", "of time")
-    return {
-        name: float((a.double() - b).norm() / b.norm().clamp(min=1e-30))
-        for name, a, b in zip(names, found, meant, strict=True)
-    }
+    off = [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, meant, strict=True)]
+    return dict(zip(names, off, strict=True))
 
 
 def compete(problem: Problem, competitors: dict[str, Callable[[Problem], None]], *, rounds: int) -> list[Timed]:
@@ -109,21 +102,14 @@ def compete(problem: Problem, competitors: dict[str, Callable[[Problem], None]],
     dense = dense_products(problem)
     for run in competitors.values():
         run(problem)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     for _ in range(rounds):
         for name, run in competitors.items():
             before = _seconds(dense, problem.q.device)
-            seconds[name].append((_seconds(lambda run=run: run(problem), problem.q.device), before))
-    best = statistics.median(before for of in seconds.values() for _, before in of)
-    found = {name: (statistics.median(a for a, _ in of), _ratio(of)) for name, of in seconds.items()}
-    return [
-        Timed(name=name, seconds=of, flops_per_second=problem.flops / of, of_dense=share)
-        for name, (of, share) in {**found, "dense": (best, 1.0)}.items()
-    ]
-
-
-def _ratio(pairs: list[tuple[float, float]]) -> float:
-    return statistics.median(before / own for own, before in pairs)
+            turns[name].append((_seconds(lambda run=run: run(problem), problem.q.device), before))
+    found = {n: (median(own for own, _ in of), median(best / own for own, best in of)) for n, of in turns.items()}
+    found["dense"] = median(best for of in turns.values() for _, best in of), 1.0
+    return [Timed(name, seconds, problem.flops / seconds, share) for name, (seconds, share) in found.items()]
 
 
 def ours(problem: Problem) -> None:
@@ -142,10 +128,8 @@ def padded(problem: Problem) -> None:
 
     q, k, v = map(filled, (problem.q, problem.k, problem.v))
     event, asked = filled(layout.times.event), filled(layout.times.asked)
-    place = torch.arange(held.shape[1], device=q.device)
-    added = (
-        bias.position[(place[:, None] - place).clamp(min=0)] + bias.time[time_bucket(asked[:, :, None], event[:, None])]
-    )
+    place, buckets = torch.arange(held.shape[1], device=q.device), time_bucket(asked[:, :, None], event[:, None])
+    added = bias.position[(place[:, None] - place).clamp(min=0)] + bias.time[buckets]
     score = torch.einsum("bqhd,bkhd->bhqk", q, k) + added[:, None].to(q.dtype)
     seen = (place <= place[:, None]) & held[:, None]
     out = torch.einsum("bhqk,bkhd->bqhd", F.silu(score) * (seen[:, None].to(q.dtype) / _SCALE), v)
@@ -158,10 +142,12 @@ def flex_on(problem: Problem) -> Callable[[Problem], None]:
 
     lengths, device = problem.layout.lengths, problem.q.device
     sample = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-    compiled = torch.compile(flex_attention)
-    mask = create_block_mask(
-        lambda _b, _h, q, k: (sample[q] == sample[k]) & (k <= q), None, None, len(sample), len(sample), device=device
-    )
+    compiled, count = torch.compile(flex_attention), len(sample)
+
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (sample[query] == sample[key]) & (key <= query)
+
+    mask = create_block_mask(seen, None, None, count, count, device=device)
 
     def run(of: Problem) -> None:
         q, k, v = (x.transpose(0, 1)[None] for x in (of.q, of.k, of.v))

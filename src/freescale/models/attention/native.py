@@ -25,6 +25,7 @@ from freescale.models.sequence import CELL_SHIFT, bucket_of_cell
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DCELL_SHIFT={CELL_SHIFT}")
 _WORTH_THREADS = 1 << 17  # pairs; fewer are done before another thread has begun
 Kernel = Callable[..., None]
+_Sums = Sequence[Sequence[Tensor]]
 _Count, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -69,52 +70,34 @@ class Pairs:
 
     def weigh_(self, score: Tensor, matrix: Matrix, rows: slice) -> None:
         """silu(score + biases), and 0 where a query does not see a key."""
-        self._by_thread(self._library.weights, (score,), matrix, rows)
+        self._dealt(self._library.weights, (score,), matrix, rows)
 
     def weigh_back_(self, score: Tensor, d_weights: Tensor, matrix: Matrix, rows: slice) -> None:
         """The same; gradients of weights become those of scores, and add to those of the biases."""
         sums = list(zip(self._of_reversed, self._of_time, strict=True))
-        self._by_thread(self._library.gradients, (score, d_weights), matrix, rows, sums)
+        self._dealt(self._library.gradients, (score, d_weights), matrix, rows, sums)
 
     def _require_room(self, furthest: int) -> None:
         """C does not look where it reads."""
         if furthest >= len(self._reversed):
-            raise DataError(
-                f"two events are {furthest} places apart, but the position bias has {len(self._reversed)} amounts",
-                remedy="build the model with `longest` at least as long as its longest sample",
-            )
+            what = f"two events are {furthest} places apart, but the position bias has {len(self._reversed)} amounts"
+            raise DataError(what, remedy="build the model with `longest` at least as long as its longest sample")
 
     def of_biases(self) -> tuple[Tensor, Tensor]:
         """Gradients of position and time, over all blocks so far."""
         return self._of_reversed.sum(0).flip(0), self._of_time.sum(0)
 
-    def _by_thread(
-        self,
-        kernel: Kernel,
-        scores: Sequence[Tensor],
-        matrix: Matrix,
-        rows: slice,
-        sums: Sequence[Sequence[Tensor]] = (),
-    ) -> None:
+    def _dealt(self, kernel: Kernel, scores: Sequence[Tensor], matrix: Matrix, rows: slice, sums: _Sums = ()) -> None:
         """Every thread takes some of the rows, and has sums of its own."""
-        assert matrix.times is not None
-        history, longest = matrix.bucket.history, matrix.bucket.longest
+        history, longest, when = matrix.bucket.history, matrix.bucket.longest, matrix.times
+        assert when is not None
         history = torch.full((matrix.samples,), longest) if history is None else history
         history = history.to(torch.int64).contiguous()
         self._require_room(min(int(history.max()), longest - 1))
         count, keys = rows.stop - rows.start, rows.stop
-        tensors = (
-            history,
-            matrix.times.asked,
-            matrix.times.event,
-            self._time,
-            self._by_cell,
-            self._table,
-            self._reversed,
-        )
-        sizes = (matrix.samples, matrix.heads, count, keys, rows.start, longest)
+        tensors = history, when.asked, when.event, self._time, self._by_cell, self._table, self._reversed
+        sizes = matrix.samples, matrix.heads, count, keys, rows.start, longest
         block = _Block(*sizes, *map(Tensor.data_ptr, tensors), len(self._reversed))
-
         threads = self._threads if scores[0].numel() >= _WORTH_THREADS else 1
 
         def part(thread: int) -> None:

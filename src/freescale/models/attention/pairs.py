@@ -70,7 +70,7 @@ def _hide_(pairs: Tensor, matrix: Matrix, rows: slice) -> None:
     if matrix.bucket.history is None:
         pairs[:, :, rows].tril_()
     else:
-        seen = visible(*_places(matrix, rows), matrix.bucket.history[:, None, None])
+        seen = visible(*matrix.places(rows), matrix.bucket.history[:, None, None])
         pairs.unflatten(0, (matrix.samples, -1)).mul_(seen[:, None])
 
 
@@ -91,11 +91,6 @@ def _add_along_diagonals(pairs: Tensor, by_distance: Tensor) -> None:
 
 def _distance(matrix: Matrix, rows: slice) -> Tensor:
     """In positions. Candidates stand side by side."""
-    query, key = _places(matrix, rows)
+    query, key = matrix.places(rows)
     assert matrix.bucket.history is not None
     return (torch.minimum(query, matrix.bucket.history[:, None, None]) - key).clamp_(min=0)
-
-
-def _places(matrix: Matrix, rows: slice) -> tuple[Tensor, Tensor]:
-    query = torch.arange(rows.start, rows.stop, device=matrix.q.device)[None, :, None]
-    return query, torch.arange(rows.stop, device=matrix.q.device)[None, None, :]

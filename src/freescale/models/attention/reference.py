@@ -36,10 +36,8 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor
 
 def _by_sample(one: Callable[[slice, int, Tensor], Tensor], v: Tensor, layout: Layout) -> Tensor:
     outputs = [v[:0]]
-    for begin, end, history in zip(
-        layout.offsets[:-1].tolist(), layout.offsets[1:].tolist(), layout.history.tolist(), strict=True
-    ):
-        place = torch.arange(end - begin, device=v.device)
+    for begin, length, history in layout.spans.tolist():
+        place = torch.arange(length, device=v.device)
         seen = visible(place[:, None], place[None, :], torch.tensor(history))
-        outputs.append(one(slice(begin, end), history, seen))
+        outputs.append(one(slice(begin, begin + length), history, seen))
     return torch.cat(outputs)

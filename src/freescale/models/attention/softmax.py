@@ -37,10 +37,8 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
     """Mix the values that every query sees."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for matrix in matrices(q, k, v, spans):
-        parts = [
-            F.scaled_dot_product_attention(*_attending(matrix, rows), attn_mask=_seen(matrix, rows))
-            for rows in matrix.rows()
-        ]
+        blocks = ((_attending(matrix, rows), _seen(matrix, rows)) for rows in matrix.rows())
+        parts = [F.scaled_dot_product_attention(*qkv, attn_mask=seen) for qkv, seen in blocks]
         matrix.put(torch.cat(parts, dim=2).flatten(0, 1), out)
     return out
 
@@ -75,10 +73,8 @@ def _attending(matrix: Matrix, rows: slice) -> list[Tensor]:
 
 def _seen(matrix: Matrix, rows: slice) -> Tensor:
     """Which pairs count: [samples or 1, 1, queries, keys]."""
-    query = torch.arange(rows.start, rows.stop, device=matrix.q.device)[None, None, :, None]
-    key = torch.arange(rows.stop, device=matrix.q.device)
-    history = matrix.bucket.history
-    return key <= query if history is None else visible(query, key, history[:, None, None, None])
+    (query, key), history = matrix.places(rows), matrix.bucket.history
+    return (key <= query)[None, None] if history is None else visible(query, key, history[:, None, None, None])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
