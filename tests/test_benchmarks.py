@@ -216,3 +216,12 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     for result in results:
         assert max(result.get("rows_max_over_mean", 1), result.get("columns_max_over_mean", 1)) <= 1.25
         assert max(result.get("flops_over_least", 1), result.get("bytes_over_least", 1)) <= 1.15
+
+
+def test_every_kind_of_file_is_fuzzed(tmp_path: Path) -> None:
+    out = tmp_path / "fuzz.json"
+    options = ["--examples", "20", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "fuzz.py", *options], check=True, capture_output=True)
+    results = json.loads(out.read_text())["results"]
+    assert {result["target"] for result in results} >= {"config", "data", "kineto", "cluster", "run"}
+    assert all(result["inputs"] >= 18 for result in results)

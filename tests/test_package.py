@@ -61,3 +61,12 @@ def test_the_pinned_sets_name_exact_versions_and_nothing_else() -> None:
     for file in sorted((Path(__file__).parents[1] / "requirements").iterdir()):
         for line in file.read_text().splitlines():
             assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line), line
+
+
+def test_every_pinned_package_stands_with_its_version_among_the_dependencies() -> None:
+    root = Path(__file__).parents[1]
+    pins = re.findall(r"^([^#\s]+)==(\S+)$", (root / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
+    page = (root / "docs" / "dependencies.md").read_text()
+    rows = re.findall(r"^\| ([^ |]+) \| (\d[^ |]*) \| [^|]+ \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
+    assert len(pins) > 50
+    assert sorted(rows) == sorted(pins)

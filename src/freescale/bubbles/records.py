@@ -6,16 +6,16 @@ RUN/bubbles/machine.json        what it ran on
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
-from freescale.bubbles.ledger import Ledger, last_arrivals, ledgers
-from freescale.errors import DataError
+from freescale.bubbles.ledger import Ledger, account, last_arrivals, ledgers
+from freescale.errors import DataError, reason
 
 FOLDER = "bubbles"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
@@ -24,6 +24,9 @@ COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "overl
 """What is added up over the ranks of a group; nanoseconds, and how many ranks they are."""
 
 Table = NDArray[np.float64]
+T = TypeVar("T")
+_WHOLE, _REAL = 1 << 62, 1e30
+"""Beyond these, a number is none that was measured."""
 
 
 class Interval(NamedTuple):
@@ -96,7 +99,7 @@ class Writer:
     def forget_after(self, step: int) -> None:
         """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
         for path in self._folder.glob("*.jsonl"):
-            kept = [facts for facts in _lines(path) if facts["step"] <= step]
+            kept = [facts for number, facts in _lines(path, lambda facts: (facts["step"] + 0, facts)) if number <= step]
             path.write_text("".join(json.dumps(facts, separators=(",", ":")) + "\n" for facts in kept))
 
     def interval(self, found: Interval) -> None:
@@ -148,12 +151,11 @@ def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
 def read_intervals(run: Path) -> list[Interval]:
     """All intervals of a run, in order; where it was resumed on another number of ranks, those since then."""
     path = run / FOLDER / "intervals.jsonl"
-    lines = list(_lines(path)) if path.exists() else []
-    if not lines:
+    found = list(_lines(path, _interval)) if path.exists() else []
+    if not found:
         remedy = "name the folder of a training, such as runs/latest; it is written after the first log interval"
         raise DataError("nothing was recorded of the bubbles of this run", where=str(path), remedy=remedy)
-    tables = (facts | {"ms": np.array([facts["ms"][name] for name in COLUMNS]).T} for facts in lines)
-    return [Interval(**facts) for facts in tables if facts["ranks"] == lines[-1]["ranks"]]
+    return [one for one in found if one.ranks == found[-1].ranks]
 
 
 def read_machine(run: Path) -> Machine:
@@ -162,18 +164,47 @@ def read_machine(run: Path) -> Machine:
     if not path.exists():
         remedy = "name the folder of a training by this version, or use --from-data"
         raise DataError("nobody wrote down what this run ran on", where=str(path), remedy=remedy)
-    return Machine(**json.loads(path.read_text(encoding="utf-8")))
+    (machine,) = _lines(path, _machine, whole=True)
+    return machine
 
 
 def read_samples(run: Path) -> dict[int, list[Sample]]:
     """Sampled steps with the ranks that wrote them, both in order."""
     found: dict[int, dict[int, Sample]] = {}
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
-        for facts in _lines(path):
-            last = facts.pop("last")
-            step = _rank_step(facts)
-            found.setdefault(step.step, {})[step.rank] = Sample(step, last)
+        for sample in _lines(path, _sample):
+            found.setdefault(sample.step.step, {})[sample.step.rank] = sample
     return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(found.items())}
+
+
+def _machine(facts: dict[str, Any]) -> Machine:
+    found = Machine(**facts)
+    _check(isinstance(found.device, str) and found.ranks >= 1, found.ranks)
+    return found
+
+
+def _interval(facts: dict[str, Any]) -> Interval:
+    table = np.array([facts["ms"][name] for name in COLUMNS], dtype=np.float64).T
+    found = Interval(**facts | {"ms": table})
+    _check(table.shape == (min(found.ranks, GROUPS), len(COLUMNS)), found.step, found.steps, found.ranks)
+    _check(min(found.steps, found.ranks, *table[:, -1]) >= 1 and 0 <= found.clock_bound_us < _REAL)
+    _check(bool(((table >= 0) & (table < _REAL)).all()))
+    return found
+
+
+def _sample(facts: dict[str, Any]) -> Sample:
+    last = facts.pop("last")
+    step = _rank_step(facts)
+    moments = [n for t in step.transfers for n in (t.arrived, t.done, *(m for wait in t.waits for m in wait))]
+    moments += [n for span in step.spans for n in (span.begin, span.end)]
+    _check(0 <= step.work < _REAL, step.rank, step.step, step.begin, step.end, *moments, *last.values())
+    account(step, last)  # who can share the step out knows all that is in it
+    return Sample(step, last)
+
+
+def _check(right: bool, *whole: Any) -> None:
+    if not right or not all(type(number) is int and abs(number) < _WHOLE for number in whole):
+        raise ValueError("a number that no run has")
 
 
 def _rank_step(facts: dict[str, Any]) -> RankStep:
@@ -185,8 +216,14 @@ def _rank_step(facts: dict[str, Any]) -> RankStep:
     return RankStep(**facts | {"spans": spans, "transfers": transfers})
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines: a run that was killed may have left half of one at the end."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+def _lines(path: Path, make: Callable[[dict[str, Any]], T], *, whole: bool = False) -> Iterator[T]:
+    """What whole lines say: a run that was killed may have left half of one at the end. `whole`: the file is one."""
+    done = 0
+    try:
+        for line in [path.read_bytes()] if whole else path.read_bytes().splitlines(keepends=True):
+            if whole or line.endswith(b"\n"):
+                yield make(json.loads(line))
+            done += 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        what = f"line {done + 1} is not what a training writes ({type(error).__name__}: {reason(error)})"
+        raise DataError(what, where=str(path), remedy="remove that line, or the file") from error

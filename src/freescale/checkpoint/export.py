@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freescale.errors import DataError
+from freescale.errors import DataError, reason
 
 LIST = "export.json"
 
@@ -52,11 +52,19 @@ def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]], copies: Map
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Read an export whole, after checking every file against the list; sharded tables are put together."""
+    try:
+        return _read(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        what = f"the export cannot be read: {reason(error)}"
+        raise DataError(what, where=str(folder), remedy="export again") from error
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for name, entry in json.loads((folder / LIST).read_text())["files"].items():
         path = folder / name
-        if not path.exists() or describe(path)["sha256"] != entry["sha256"]:
+        if path.parent != folder or not path.exists() or describe(path)["sha256"] != entry["sha256"]:
             raise DataError(f"{name} is missing or was changed", where=str(folder), remedy="export again")
         if path.suffix != ".safetensors":
             continue

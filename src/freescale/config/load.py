@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import RunConfig
-from freescale.errors import ConfigError, nearest
+from freescale.errors import ConfigError, nearest, reason
 
 T = TypeVar("T")
 
@@ -60,10 +60,9 @@ def load(path: str | Path) -> RunConfig:
 def parse(text: str, *, where: str = "<text>") -> RunConfig:
     """Read TOML text. `where` is the name that errors give it."""
     try:
-        tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"not valid TOML: {error}", where=where, remedy="mend the syntax there") from error
-    return _Reader(text, where).read(RunConfig, tree, ())
+        return _Reader(text, where).read(RunConfig, tomllib.loads(text), ())
+    except (ValueError, OverflowError, RecursionError) as error:  # also of numbers with thousands of digits
+        raise ConfigError(f"not valid TOML: {reason(error)}", where=where, remedy="mend the syntax there") from error
 
 
 def save(run: RunConfig, path: str | Path) -> None:
@@ -136,6 +135,8 @@ class _Reader:
             if not isinstance(value, list):
                 raise self._mistyped(path, value, "a list")
             return tuple(self._value(get_args(kind)[0], item, path) for item in value)
+        if type(value) in (int, float) and not abs(value) < 2**63:  # type: ignore[arg-type]
+            raise self._error(f"{'.'.join(path)} is no number below 2^63", path, "write a number that can be")
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
@@ -157,7 +158,7 @@ class _Reader:
         for number, line in enumerate(self._lines, start=1):
             if header := re.match(r"\s*\[\[?([^\]]+)\]", line):
                 table = here = _keys(header.group(1))
-            elif assignment := re.match(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*'|\s*\.\s*)+?)\s*=""", line):
+            elif assignment := re.match(r"""\s*((?:[\w-]++|"[^"]*+"|'[^']*+'|\s*+\.\s*+)++)\s*=""", line):
                 here = (*table, *_keys(assignment.group(1)))
             else:
                 continue

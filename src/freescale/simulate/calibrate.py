@@ -38,7 +38,7 @@ def computes(samples: Mapping[int, Sequence[Sample]]) -> Compute:
     steps = [sample.step for number, of_ranks in samples.items() if number > _WARM for sample in of_ranks]
     forward, backward = np.array([_passes(step) for step in steps]).reshape(-1, 2).T
     work, took = np.array([step.work for step in steps]), forward + backward
-    if not len(work) or not work.any():
+    if not len(work) or not work.any() or not took.any():
         raise DataError("the run kept too few whole steps", remedy=f"train for more than {_WARM} steps")
     slope, base = float(took.sum() / work.sum()), 0.0
     if work.max() > _VARIED * work.min():  # else what every step costs cannot be told from what its work does

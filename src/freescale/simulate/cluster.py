@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from freescale.errors import ConfigError, nearest
+from freescale.errors import ConfigError, nearest, reason
 
 FIGURES = {
     "ranks_per_host": "ranks of one host",
@@ -39,8 +39,13 @@ FIGURES = {
     "stall": "seconds that it waits then",
 }
 
-
-_POSITIVE = ("ranks_per_host", "hosts_per_leaf", "flops", "efficiency", "memory", "near", "far", "ring", "sm_free")
+_BETWEEN = {
+    **dict.fromkeys(("ranks_per_host", "hosts_per_leaf", "flops", "memory", "near", "far"), (1.0, 1e18)),
+    **dict.fromkeys(("efficiency", "ring", "sm_free"), (1e-3, 100.0)),
+    "in_flight": (0.0, 1e18),
+    "jitter": (0.0, 1.0),
+}
+"""What a figure may be; other shares, factors and seconds from 0 to 100. Beyond, a clock loses its digits."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +95,23 @@ def names() -> list[str]:
 def load(source: str) -> Cluster:
     """A cluster by its name, or from one's own TOML file."""
     if source in names():
-        text = (_shipped() / f"{source}.toml").read_text(encoding="utf-8")
+        file = _shipped() / f"{source}.toml"
     elif source.endswith(".toml") and Path(source).is_file():
-        text = Path(source).read_text(encoding="utf-8")
+        file = Path(source)
     else:
         remedy = f"{nearest(source, names())}; or give the path of a .toml file"
         raise ConfigError(f"no cluster is called '{source}'", remedy=remedy)
     try:
-        return _parsed(tomllib.loads(text), source)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the cluster is not TOML: {error}", where=source, remedy="see docs/simulate.md") from error
+        return _parsed(tomllib.loads(file.read_text(encoding="utf-8")), source)
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        what = f"the cluster is not TOML: {reason(error)}"
+        raise ConfigError(what, where=source, remedy="see docs/simulate.md") from error
 
 
 def _parsed(facts: dict[str, Any], where: str) -> Cluster:
-    given = facts.get("figures", {})
+    given = figures if isinstance(figures := facts.get("figures"), dict) else {}
     wrong = [name for name in given if name not in FIGURES] or [name for name in FIGURES if name not in given]
-    if wrong or not {"name", "device"} <= set(facts):
+    if wrong or not all(isinstance(facts.get(key), str) for key in ("name", "device")):
         remedy = nearest(wrong[0], FIGURES) if wrong and wrong[0] in given else "give name, device and every figure"
         raise ConfigError(
             f"a figure is unknown or missing: {', '.join(wrong) or 'name, device'}", where=where, remedy=remedy
@@ -119,11 +125,11 @@ def _figure(name: str, given: Any, where: str) -> Figure:
         raise ConfigError(f"figure '{name}' has no value or no source", where=where, remedy=f"write {form}")
     try:
         value, low, high = (float(given.get(key, given["value"])) for key in ("value", "low", "high"))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = low = high = math.nan
-    least = 1e-12 if name in _POSITIVE else 0.0
-    if not least <= low <= value <= high < math.inf:
-        remedy = f"give numbers with {least:g} <= low <= value <= high"
+    least, most = _BETWEEN.get(name, (0.0, 100.0))
+    if not least <= low <= value <= high <= most:
+        remedy = f"give numbers with {least:g} <= low <= value <= high <= {most:g}"
         raise ConfigError(f"figure '{name}' cannot be used: {given}", where=where, remedy=remedy)
     return Figure(value, low, high, str(given["source"]))
 

@@ -152,7 +152,9 @@ class Network:
             then = min([*ends, *waiting, *stops])
             for (flow, rate), end in zip(going, ends, strict=True):
                 flow.left = 0.0 if end <= then else flow.left - (then - self.now) * rate / max(flow.demand.levels)
-                flow.used = flow.used + (then - self.now) * rate if urgent else 0.0
+                spent = self.now + (flow.grace - flow.used) / rate <= then if rate else False
+                used = flow.grace if spent else flow.used + (then - self.now) * rate  # exactly, or time stands still
+                flow.used = used if urgent else 0.0
             self.now = then
             for flow in moving:
                 if flow.left <= 0.0:

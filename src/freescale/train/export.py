@@ -1,8 +1,7 @@
 """A trained model out of its run, in files that others read (see `checkpoint.export`)."""
 
+import json
 from pathlib import Path
-
-import torch.distributed as dist
 
 from freescale import config as configs
 from freescale.checkpoint import export
@@ -12,7 +11,7 @@ from freescale.train.saved import Saved
 
 
 def export_model(saved: Saved, folder: Path) -> list[str]:
-    """Write model, tables, config and vocabulary, read everything back, and give the names of the files."""
+    """Write model, tables, config and vocabulary, read everything back, and give rank 0 the names of the files."""
     world, tables = saved.world, saved.assembly.tables
     if (folder / export.LIST).exists():
         raise UsageError("there is an export in this folder already", where=str(folder), remedy="choose another --out")
@@ -26,12 +25,16 @@ def export_model(saved: Saved, folder: Path) -> list[str]:
         rows = {f"tables.{table.name}": tables.shard.state()[table.name] for table in tables.tables}
         first = {f"tables.{table.name}": table.owned(world.rank, world.ranks).start for table in tables.tables}
         mine[name] = export.write_tensors(folder / name, rows, first)
-    files = [mine] * world.ranks
-    dist.all_gather_object(files, mine, group=world.group)
-    listed = {name: entry for of_rank in files for name, entry in of_rank.items()}
-    if world.leads:
-        configs.save(saved.config, folder / "config.toml")
-        listed["config.toml"] = export.describe(folder / "config.toml")
-        vocabulary = Path(saved.config.data.path) / VOCABULARY
-        export.write_list(folder, listed, {VOCABULARY: vocabulary} if vocabulary.exists() else {})
+    notes = [folder / f"written-{rank:05d}.json" for rank in range(world.ranks)]
+    notes[world.rank].write_text(json.dumps(mine))
+    world.transport.total(0, name="write the export")
+    if not world.leads:
+        return []
+    configs.save(saved.config, folder / "config.toml")
+    listed = {"config.toml": export.describe(folder / "config.toml")}
+    for note in notes:
+        listed |= json.loads(note.read_text())
+        note.unlink()
+    vocabulary = Path(saved.config.data.path) / VOCABULARY
+    export.write_list(folder, listed, {VOCABULARY: vocabulary} if vocabulary.exists() else {})
     return sorted(listed)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from freescale.checkpoint.files import CheckpointError, DamagedError, Part
 from freescale.config import RunConfig, to_toml
 from freescale.data.batch import Batch
 from freescale.embedding.sharded import ShardedTables
+from freescale.errors import reason
 from freescale.log import notice
 from freescale.train import rates
 from freescale.train.interval import Interval
@@ -297,8 +299,17 @@ class Trainer:
             store.load(checkpoint, state)
         except CheckpointError as error:
             return error
+        try:
+            self._take(facts)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return DamagedError(f"facts.json does not say where to go on: {reason(error)}", where=str(checkpoint))
         if self._generator in state:
             torch.set_rng_state(state[self._generator].local)
+        return None
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        """Go on from what a checkpoint says beside its tensors."""
+        parts = self.parts
         parts.loader.load_state_dict(facts["cursor"])
         if parts.planner is not None and facts["balance"] is not None:
             parts.planner.load_state_dict(facts["balance"])
@@ -308,7 +319,6 @@ class Trainer:
         self._cursor, self.done = facts["cursor"], facts["step"]
         self._saved_at, self._save_at = self.done, 0
         parts.bubbles.step = self.done
-        return None
 
     @property
     def _generator(self) -> str:

@@ -36,6 +36,10 @@ _COLLECTIVE = re.compile(
 )
 _PEER, _COPIES = "Memcpy PtoP", {"Memcpy HtoD": "data", "Memcpy DtoH": "host"}
 """Copies from the host bring batches, copies to it serve the host: neither is compute. Others are a phase's work."""
+_NOT_A_TRACE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+_NOT_A_TRACE += (RecursionError, MemoryError)
+"""What something raises that is not built like a trace, wherever it differs."""
+_FAR = 1 << 62
 _Intervals = list[tuple[int, int]]
 
 
@@ -86,13 +90,13 @@ def read_trace(path: Path) -> TracedRank:
     try:
         trace = _load(path)
         number, events = _rank_number(trace, path), list(_events(trace))
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        del trace  # Of hundreds of megabytes, little is needed from here on.
+        if events:
+            return _Reading(number, events).rank()
+    except _NOT_A_TRACE as error:
         what = f"not a whole trace of torch.profiler ({type(error).__name__}: {reason(error)})"
         raise DataError(what, where=str(path), remedy="let the profiler finish writing, or remove the file") from error
-    del trace  # Of hundreds of megabytes, little is needed from here on.
-    if not events:
-        raise DataError("a trace without any event", where=str(path), remedy="profile at least one step")
-    return _Reading(number, events).rank()
+    raise DataError("a trace without any event", where=str(path), remedy="profile at least one step")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -106,7 +110,9 @@ def _events(trace: Mapping[str, Any]) -> Iterator[_Event]:
         category = str(raw.get("cat"))
         if raw.get("ph") == "X" and _READ.fullmatch(category):
             begin = base + round(raw["ts"] * 1000)
-            end = begin + round(raw.get("dur", 0) * 1000)
+            end = begin + max(0, round(raw.get("dur", 0) * 1000))
+            if not -_FAR < begin <= end < _FAR:
+                raise ValueError("an event that lies centuries away")
             yield _Event(raw["name"], category, (raw.get("pid"), raw.get("tid")), begin, end, raw.get("args") or {})
 
 

@@ -11,6 +11,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+MOST_ROWS = 1 << 22
+"""Of one row group. Samples of a window are numbered in memory, so a file may not claim any number."""
+
 
 @dataclass(frozen=True)
 class Layout:

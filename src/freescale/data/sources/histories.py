@@ -60,7 +60,7 @@ def write(log: Log, target: str | Path, *, vocabulary: Path | None = None) -> Im
     except FileNotFoundError as error:
         remedy = "give the folder of an imported data set"
         raise DataError("there is no vocabulary here", where=str(vocabulary), remedy=remedy) from error
-    except (pl.exceptions.PolarsError, pa.ArrowException) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException) as error:
         remedy = "check its format and encoding"
         raise DataError(f"the log cannot be read: {reason(error)}", where=log.name, remedy=remedy) from error
 

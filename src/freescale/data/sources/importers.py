@@ -70,6 +70,9 @@ def open_log(name: str, job: Job) -> pl.LazyFrame:
     except DataError as error:
         error.where = error.where or ", ".join(map(str, job.sources))
         raise
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        where, remedy = ", ".join(map(str, job.sources)), "check its format, or fetch it again"
+        raise DataError(f"the log cannot be read: {reason(error)}", where=where, remedy=remedy) from error
 
 
 def _ml1m(job: Job) -> pl.LazyFrame:

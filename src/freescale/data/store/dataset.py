@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from freescale.data.order.layout import Layout
+from freescale.data.order.layout import MOST_ROWS, Layout
 from freescale.data.store import columns, manifest
 from freescale.data.store.columns import Group, Kind
 from freescale.data.store.files import FETCH_AGAIN, File, Files
@@ -97,19 +97,22 @@ class Dataset:
         for file in found:
             try:
                 metadata = self._files.footer(file).metadata
+                rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+                if not all(0 <= count <= MOST_ROWS for count in rows):
+                    raise DataError(f"a row group claims {max(rows, key=abs):,} rows; {MOST_ROWS:,} are the most")
             except DataError as error:
                 place = Place(file.name)
                 self.quarantine.bad(place, "unreadable file", error.what, remedy=FETCH_AGAIN, cause=error)
                 continue
             stripes.append(_Stripe(len(counts), (file,)))
-            counts += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            counts += rows
         return stripes, Layout.of(counts)
 
     def _choose_columns(self, features: Sequence[str]) -> dict[str, Kind]:
         why = "there is none"
         for file in (file for stripe in self._stripes for file in stripe.files):
             try:
-                schema = self._files.footer(file).metadata.schema.to_arrow_schema()
+                schema = self._files.footer(file).schema
             except DataError as error:  # reported when, and if, a group of that file is read
                 why = f"{error.where}: {error.what}"
                 continue

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from freescale.data.store.thrift import Compact
 from freescale.errors import DataError, reason
 
 MAGIC = b"PAR1"
@@ -58,22 +59,38 @@ class Chunk(NamedTuple):
 
 def chunks(group: pq.RowGroupMetaData) -> list[Chunk]:
     """Where the columns of a row group lie. The first of a file also answers for the magic number before it."""
-    found = []
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        start = min(offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset)
-        end = start + chunk.total_compressed_size
-        found.append(Chunk(number, chunk.path_in_schema.split(".")[0], 0 if start == len(MAGIC) else start, end))
-    return found
+    columns = (group.column(number) for number in range(group.num_columns))
+    return [
+        _chunk(n, c.path_in_schema.split(".")[0], c.dictionary_page_offset, c.data_page_offset, c.total_compressed_size)
+        for n, c in enumerate(columns)
+    ]
+
+
+def _foreign_chunks(footer: bytes) -> list[list[Chunk]]:
+    """The same of every row group, from a footer that nobody vouches for."""
+    groups = [[column[3] for column in group[1]] for group in Compact(footer).struct()[4]]  # as parquet.thrift numbers
+    return [[_chunk(n, c[3][0].decode(), c.get(11), c[9], c[7]) for n, c in enumerate(columns)] for columns in groups]
+
+
+def _chunk(number: int, column: str, dictionary: int | None, data: int, size: int) -> Chunk:
+    start = min(offset for offset in (dictionary, data) if offset)
+    return Chunk(number, column, 0 if start == len(MAGIC) else start, start + size)
 
 
 class Footer(NamedTuple):
     """What is read of a file before any of its rows."""
 
     metadata: pq.FileMetaData
+    schema: pa.Schema
     image: "_Image"
     sums: NDArray[np.uint32] | None
     """Checksums by row group and column, where they were noted."""
+    foreign: list[list[Chunk]] | None
+    """Where columns lie, by row group, where nothing was noted."""
+
+    def chunks(self, index: int) -> list[Chunk]:
+        """Where the columns of a row group lie."""
+        return chunks(self.metadata.row_group(index)) if self.foreign is None else self.foreign[index]
 
 
 class Files:
@@ -107,7 +124,7 @@ class Files:
     def read_group(self, file: File, index: int, columns: Container[str]) -> pa.Table:
         """Read some columns of a row group: first their bytes, all checked, then decoded from memory."""
         footer = self.footer(file)
-        wanted = [chunk for chunk in chunks(footer.metadata.row_group(index)) if chunk.column in columns]
+        wanted = [chunk for chunk in footer.chunks(index) if chunk.column in columns]
         pieces = {start: self.read(file.name, start, end) for start, end in _joined(wanted)}
         if footer.sums is not None:
             _check(pieces, wanted, footer.sums[index])
@@ -115,10 +132,10 @@ class Files:
 
     def has_page_checksums(self, file: File) -> bool:
         """Look into the first page header: after the type and two sizes, field 4 is the checksum, if there is one."""
-        metadata = self.footer(file).metadata
-        if not metadata.num_row_groups:
+        footer = self.footer(file)
+        if not footer.metadata.num_row_groups:
             return True
-        start = max(len(MAGIC), min(chunk.start for chunk in chunks(metadata.row_group(0))))
+        start = max(len(MAGIC), min(chunk.start for chunk in footer.chunks(0)))
         header = self.read(file.name, start, start + 32)
         position = 0
         for _ in range(3):  # each field: one byte of id and type, then a varint
@@ -148,11 +165,13 @@ class Files:
             raise _damaged(file, f"its checksums in {file.sums_name} are not those that were written")
         try:
             metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer + tail))
-            image = _Image(size, metadata)
+            schema, image = metadata.schema.to_arrow_schema(), _Image(size, metadata)
+            shape = (metadata.num_row_groups, metadata.num_columns)
+            noted = np.frombuffer(sums, dtype="<u4").reshape(shape) if file.noted else None
+            foreign = None if file.noted else _foreign_chunks(footer)
         except Exception as error:  # a damaged footer makes Arrow raise almost anything
             raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
-        noted = np.frombuffer(sums, dtype="<u4").reshape(metadata.num_row_groups, -1) if file.noted else None
-        return Footer(metadata, image, noted)
+        return Footer(metadata, schema, image, noted, foreign)
 
 
 def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.data.order.layout import Layout
+from freescale.data.order.layout import MOST_ROWS, Layout
 from freescale.data.store.files import File
 from freescale.errors import DataError
 
 NAME = "manifest.json"
 VERSION = 1
+GROUPS_PER_FILE = 4096
 
 
 class Stripe(NamedTuple):
@@ -84,7 +85,10 @@ def parse(raw: bytes, where: str) -> Manifest:
                 Stripe(tuple(File(file_name(s, f), *file) for f, file in enumerate(files)), rows, rows_per_group)
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            return Manifest(stripes, body["events"], body["items"], body["note"])
+            found = Manifest(stripes, body["events"], body["items"], str(body["note"]))
+            if not _possible(found):
+                raise ValueError("no data set has such numbers")
+            return found
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
     if version != VERSION:
@@ -94,6 +98,16 @@ def parse(raw: bytes, where: str) -> Manifest:
 
 
 _REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
+
+
+def _possible(found: Manifest) -> bool:
+    """Whether all counts are counts, and the rows no more than such files hold: memory is set aside by them."""
+    files = [file for stripe in found.stripes for file in stripe.files]
+    counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
+    counts += [found.events, found.items, *(n for s in found.stripes for n in (s.rows, s.rows_per_group))]
+    return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
+        1 <= s.rows_per_group <= MOST_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in found.stripes
+    )
 
 
 def _crc(body: object) -> int:

@@ -53,7 +53,13 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def write(
-    folder: Path, tables: Tables, *, rows_per_group: int, items: int, note: str = "", groups_per_file: int = 4096
+    folder: Path,
+    tables: Tables,
+    *,
+    rows_per_group: int,
+    items: int,
+    note: str = "",
+    groups_per_file: int = manifests.GROUPS_PER_FILE,
 ) -> Manifest:
     """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
     groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
