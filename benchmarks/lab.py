@@ -28,6 +28,14 @@ class Lab:
                 rate = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms"]
                 _ip(["tc", "-n", place, "qdisc", "add", "dev", port, "root", "tbf", *rate])
 
+    def cut(self, host: int) -> None:
+        """Take the link of a host away."""
+        _ip(["ip", "-n", self._switch, "link", "set", f"p{host}", "down"])
+
+    def mend(self, host: int) -> None:
+        """Give it back."""
+        _ip(["ip", "-n", self._switch, "link", "set", f"p{host}", "up"])
+
     def open(self) -> None:
         """Make the namespaces."""
         for place in (self._switch, *self.hosts):

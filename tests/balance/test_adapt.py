@@ -106,7 +106,7 @@ def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tupl
     planner = trainer.parts.planner
     assert planner is not None
     if resume:
-        trainer.resume()
+        trainer.saving.resume()
     before = planner.state_dict()
     trainer.fit()
     trainer.close()

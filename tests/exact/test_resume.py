@@ -18,11 +18,11 @@ def train(world: World, config: RunConfig, folder: str, resume: bool, stop_at: i
     """Train from the beginning or from the newest checkpoint; `stop_at` asks this rank to end, as a signal would."""
     trainer = build(config, joined(world), Path(folder))
     if resume:
-        trainer.resume()
+        trainer.saving.resume()
     run = trainer.parts.step.run
 
     def counted(*arguments: object, **options: object) -> object:
-        asked = world.rank == world.ranks - 1 and trainer.done + 1 == stop_at
+        asked = world.rank == world.ranks - 1 and trainer.at.done + 1 == stop_at
         return run(*arguments, **options | {"stop": asked})  # type: ignore[arg-type]
 
     trainer.parts.step.run = counted  # type: ignore[method-assign]

@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.faults import failing_disk_at
 
 
 @pytest.fixture(scope="module")
 def failing_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("disk") / "disk.so"
-    source = Path(__file__).parent / "disk.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
+    return failing_disk_at(tmp_path_factory.mktemp("disk"))
 
 
 @pytest.mark.parametrize("kind", ["crash", "ENOSPC", "EIO"])

@@ -61,7 +61,7 @@ class Poisoned(nn.Module):
 
 def trained(world: World, config: RunConfig, folder: str, where: str, left_out: tuple[int, ...] = ()) -> Arrays:
     trainer = build(config, joined(world), Path(folder), model=Poisoned(where))
-    trainer._left_out |= set(left_out)
+    trainer.at.left_out |= set(left_out)
     trainer.fit()
     trainer.close()
     return held(trainer)

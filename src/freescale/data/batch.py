@@ -94,6 +94,8 @@ class Batch:
 
     def without(self, left_out: Collection[int]) -> "Batch":
         """All samples but some, wherever they are."""
+        if not left_out:
+            return self
         kept = ~torch.isin(self.sample_id, torch.tensor(sorted(left_out), dtype=torch.int64))
         samples = kept.nonzero()[:, 0]
         return self if kept.all() else self.with_groups({n: e.only(samples) for n, e in self.groups().items()})

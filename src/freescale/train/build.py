@@ -29,8 +29,9 @@ from freescale.train.evaluate import evaluation_of
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
 from freescale.train.numbers import Judge
+from freescale.train.parts import Parts
 from freescale.train.step import Step
-from freescale.train.trainer import Parts, Trainer
+from freescale.train.trainer import Trainer
 from freescale.transport.choose import Chosen, choose, for_samples
 from freescale.transport.handle import Transport
 from freescale.transport.world import World

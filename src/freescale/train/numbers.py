@@ -7,9 +7,9 @@ be asked. Rows are changed after the backward pass, so such a step can be made t
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from freescale.transport.c10d import C10d
 _RECENT = 64
 _ENOUGH = 8
 """Steps before a norm can be called unusual."""
+_MOST_IN_A_ROW = 10
+"""Steps that may be skipped before it is clear that this leads nowhere."""
 _NAMED, _GATHERED = 8, 64
 """Samples that are told, and that a rank tells the others of at once."""
 
@@ -67,6 +69,8 @@ class Fault:
     what: str
     samples: Sequence[int]
     """Whose own loss or gradient is not finite, on all ranks; none if only all of them together are not."""
+    learnt: bool
+    """Whether some ranks learnt from their part of the step before the others knew."""
 
     def __str__(self) -> str:
         named = ", ".join(map(str, self.samples[:_NAMED])) + (", ..." if len(self.samples) > _NAMED else "")
@@ -82,6 +86,25 @@ class Fault:
         """Where training has to end."""
         remedy = 'look at those samples, or go on without them: train.on_fault = "rollback" or "skip"'
         return NumbersError(str(self), remedy=remedy if self.samples else "lower the learning rates, or set train.clip")
+
+
+class Faults:
+    """What a run does about numbers that are none."""
+
+    def __init__(self, policy: Literal["stop", "skip", "rollback"]) -> None:
+        self._policy, self._in_a_row = policy, 0
+        self.may_go_back = policy != "stop"
+
+    def go_back(self, fault: Fault | None, left_out: Set[int]) -> bool:
+        """Whether to train again from the newest checkpoint, without the samples of a fault. Raises where it ends."""
+        self._in_a_row = 0 if fault is None else self._in_a_row + 1
+        if fault is None:
+            return False
+        new = set(fault.samples) - left_out
+        helpless = fault.learnt and not new
+        if self._policy == "stop" or self._in_a_row > _MOST_IN_A_ROW or helpless:
+            raise fault.error()
+        return fault.learnt or (self._policy == "rollback" and bool(new))
 
 
 def gathered(samples: Sequence[int], transport: C10d) -> list[int]:

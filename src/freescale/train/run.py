@@ -29,9 +29,9 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     trainer = build(config, world, folder, tensorboard=tensorboard)
     if newest is not None:
-        trainer.resume()
+        trainer.saving.resume()
     elif again:
-        trainer.begin_again()
+        trainer.saving.begin_again()
     if world.leads:
         configs.save(config, folder / "config.toml")
         _link(folder)

@@ -1,6 +1,7 @@
 /* A disk that fails: the n-th call that changes something under a folder is refused, or is the last one of the process.
  *
- * Loaded by LD_PRELOAD. A crash is that of the machine: what was written and not synced is lost.
+ * Loaded by LD_PRELOAD. A crash is that of the machine: what was written and not synced is lost. Told by `disk_fails`, or
+ * before the program starts by the variables FAILING_DISK (a folder), FAILING_CALL, FAILING_ERROR and FAILING_RANK.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -27,6 +28,13 @@ void disk_fails(const char *where, int number, int error)
 }
 
 int disk_calls(void) { return seen; }
+
+__attribute__((constructor)) static void begin(void)
+{
+    const char *where = getenv("FAILING_DISK"), *rank = getenv("RANK");
+    if (where && rank && !strcmp(rank, getenv("FAILING_RANK")))
+        disk_fails(where, atoi(getenv("FAILING_CALL")), atoi(getenv("FAILING_ERROR")));
+}
 
 static int is_inside(const char *path) { return folder[0] && !strncmp(path, folder, strlen(folder)); }
 

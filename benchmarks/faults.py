@@ -1,0 +1,486 @@
+"""Does a run lose anything, or hang, whatever happens to it?
+
+    python benchmarks/faults.py [--faults 200] [--first 0] [--kinds kill stop ...] [--out FILE.json]
+
+Every fault is seeded: its kind, how many ranks, which way their rows take, who is hit and after which step. It hits a
+real `freescale train`, under the launcher as users start it, on one host or on hosts of a lab. The run must end with
+the checkpoint of the undisturbed run, to the last bit, or, where nobody could go on, with one clear error in time.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lab as labs
+from record import save
+
+STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0
+HANGS_AFTER = 240.0
+RECIPE = ["train", "tiny", "--train.epochs", "99", "--train.max-steps", str(STEPS), "--train.log-every", "1"]
+RECIPE += ["--train.save-every", str(SAVE_EVERY), "--train.deadline", str(DEADLINE), "--restarts", "4"]
+WAYS = ("auto", "c10d", "host_staged", "shared_memory")
+_LATEST_STEP = STEPS - 15
+
+
+class Run:
+    """A training that is watched: what it says, and where it stands."""
+
+    def __init__(self, folder: Path, words: Sequence[str], *, host: str = "", **environment: str) -> None:
+        inside = ["ip", "netns", "exec", host] if host else []
+        command = [*inside, sys.executable, "-m", "freescale", *words, "--out", str(folder)]
+        self.folder, self.said = folder, ""
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._steps: dict[int, threading.Event] = {step: threading.Event() for step in range(1, STEPS + 1)}
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, step: int) -> None:
+        """Return when a step was told, or nothing will be told any more."""
+        self._steps[step].wait(HANGS_AFTER)
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks, in order."""
+        children = Path(f"/proc/{self.agent}/task/{self.agent}/children")
+        return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+    @property
+    def agent(self) -> int:
+        """The process that started them: `ip netns exec` becomes it."""
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """The exit code; None if it hangs, and then it is no more."""
+        try:
+            code = self._process.wait(HANGS_AFTER)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._reader.join(5)
+        return code
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.said += line
+            if line.startswith("step ") and "/" in line:
+                self._steps[int(line.split()[1].split("/")[0])].set()
+        for event in self._steps.values():
+            event.set()
+
+
+class Trial:
+    """One fault: what it is, whom it hits and when. All drawn from its number."""
+
+    def __init__(self, number: int, kind: str, data: Path, place: Path) -> None:
+        self.random = np.random.default_rng((number, 7))
+        self.kind, self.data, self.place = kind, data, place
+        self.on_hosts = kind in ON_HOSTS
+        self.count = 2 if self.on_hosts else int(self.random.choice([2, 2, 2, 3, 4]))
+        self.victim = int(self.random.integers(self.count))
+        self.step = int(self.random.integers(2, _LATEST_STEP))
+        self.ways = [str(self.random.choice(WAYS)) for _ in range(2)]
+        if self.on_hosts:
+            self.ways = ["c10d", "c10d"]
+        self.expected = (0,)
+        """Exit codes that are right."""
+        self.same = True
+        """Whether the run must end with what the undisturbed one learnt."""
+
+    def words(self, *more: str) -> list[str]:
+        """Of the command, but for where it writes."""
+        ways = ["--transport.urgent", self.ways[0], "--transport.deferred", self.ways[1]]
+        return [*RECIPE, "--data", str(self.data), *ways, *more]
+
+    def start(self, *more: str, **environment: str) -> Run:
+        return Run(self.place, self.words("--nproc", str(self.count), *more), **environment)
+
+
+# --- What happens -------------------------------------------------------------------------------------------------
+
+
+def kill(trial: Trial) -> list[Run]:
+    """A rank is killed (-9), after a step or while it starts."""
+    run = trial.start()
+    if trial.random.random() < 0.2:
+        time.sleep(float(trial.random.uniform(1.0, 6.0)))
+    else:
+        run.wait_for(trial.step)
+        time.sleep(float(trial.random.uniform(0.0, 0.05)))
+    _signal(run, trial.victim, signal.SIGKILL)
+    return [run]
+
+
+def stop(trial: Trial) -> list[Run]:
+    """A rank is stopped and does not go on."""
+    run = trial.start()
+    run.wait_for(trial.step)
+    _signal(run, trial.victim, signal.SIGSTOP)
+    return [run]
+
+
+def pause(trial: Trial) -> list[Run]:
+    """A rank is stopped for less than the deadline: nobody has to start again."""
+    run = trial.start("--restarts", "0")
+    run.wait_for(trial.step)
+    _signal(run, trial.victim, signal.SIGSTOP)
+    time.sleep(DEADLINE / 4)
+    _signal(run, trial.victim, signal.SIGCONT)
+    return [run]
+
+
+def agent(trial: Trial) -> list[Run]:
+    """The launcher itself is killed: its ranks end with it, and somebody starts the run again by hand."""
+    run = trial.start()
+    run.wait_for(trial.step)
+    ranks = run.ranks()
+    os.kill(run.agent, signal.SIGKILL)
+    run.ended()
+    _require(not _alive(ranks), "ranks outlive their agent")
+    again = trial.start(*(["--resume"] if any(trial.place.glob("checkpoints/step-*[0-9]/facts.json")) else []))
+    return [again]
+
+
+def corrupt(trial: Trial) -> list[Run]:
+    """A rank is killed, and the newest checkpoint is cut or changed before anybody reads it."""
+    run = trial.start()
+    run.wait_for(max(trial.step, 2 * SAVE_EVERY + 3))
+    _signal(run, trial.victim, signal.SIGKILL)
+    newest = sorted(trial.place.glob("checkpoints/step-*[0-9]"))[-1]
+    file = sorted(newest.iterdir())[int(trial.random.integers(2 * trial.count + 1))]
+    content = bytearray(file.read_bytes())
+    content[int(trial.random.integers(len(content)))] ^= 1 << int(trial.random.integers(8))
+    file.write_bytes(content if trial.random.random() < 0.5 else content[: len(content) // 2])
+    return [run]
+
+
+def full(trial: Trial) -> list[Run]:
+    """The disk fills up for a while."""
+    run = trial.start()
+    run.wait_for(trial.step)
+    ballast = trial.place / "ballast"
+    with ballast.open("wb") as file:
+        while _wrote(file, b"\0" * (1 << 16)):
+            pass
+        while _wrote(file, b"\0"):
+            pass
+    run.wait_for(min(STEPS - 4, trial.step + 2 * SAVE_EVERY))
+    ballast.unlink()
+    return [run]
+
+
+def full_for_good(trial: Trial) -> list[Run]:
+    """The disk fills up and stays so: the last checkpoint cannot be written."""
+    trial.expected, trial.same = (1,), False
+    run = trial.start("--restarts", "0")
+    run.wait_for(trial.step)
+    with (trial.place / "ballast").open("wb") as file:
+        while _wrote(file, b"\0" * (1 << 12)):
+            pass
+        while _wrote(file, b"\0"):
+            pass
+    return [run]
+
+
+def fsync(trial: Trial) -> list[Run]:
+    """One call of one rank to the disk of the checkpoints fails: it opens, writes, syncs or renames."""
+    disk = failing_disk_at(trial.place.parent)
+    call, error = str(int(trial.random.integers(1, 40))), str(int(trial.random.choice([5, 28])))
+    where = str(trial.place / "checkpoints")
+    told = {"FAILING_DISK": where, "FAILING_CALL": call, "FAILING_ERROR": error, "FAILING_RANK": str(trial.victim)}
+    return [trial.start(LD_PRELOAD=str(disk), **told)]
+
+
+def bad_sample(trial: Trial) -> list[Run]:
+    """A row of the data cannot be used: the run ends at once, with the row, and is not started again."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    trial.expected, trial.same = (3,), False
+    copy = trial.place.parent / "bad data"
+    copy.mkdir()
+    for path in sorted(trial.data.glob("*.parquet"))[:1]:
+        table = pq.read_table(path)
+        row = int(trial.random.integers(len(table)))
+        items = table["item_id"].to_pylist()
+        items[row] = [None, *items[row][1:]]
+        place = table.schema.get_field_index("item_id")
+        pq.write_table(table.set_column(place, "item_id", pa.array(items, table["item_id"].type)), copy / path.name)
+    (copy / "manifest.json").write_bytes((trial.data / "manifest.json").read_bytes())
+    trial.data = copy
+    return [trial.start()]
+
+
+def slow_link(trial: Trial) -> list[Run]:
+    """The links between hosts become slow for a while."""
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts)
+        runs[0].wait_for(trial.step)
+        hosts.shape(float(trial.random.uniform(1.0, 5.0)))
+        time.sleep(3.0)
+        hosts.shape(None)
+        return _finished(runs)
+
+
+def cut_link(trial: Trial) -> list[Run]:
+    """The link of a host is cut for good, and no run is possible on fewer: an error on both sides."""
+    trial.expected, trial.same = (5,), False
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts, restarts=0)
+        runs[0].wait_for(trial.step)
+        hosts.cut(1)
+        return _finished(runs)
+
+
+def cut_and_mended(trial: Trial) -> list[Run]:
+    """The link of a host is cut for a few seconds."""
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts)
+        runs[0].wait_for(trial.step)
+        hosts.cut(1)
+        time.sleep(float(trial.random.uniform(0.5, 4.0)))
+        hosts.mend(1)
+        return _finished(runs)
+
+
+def lost_host(trial: Trial) -> list[Run]:
+    """A host is cut off until it has given up; then it comes back, as a new agent."""
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts, hosts_asked="2")
+        runs[0].wait_for(trial.step)
+        hosts.cut(1)
+        code = runs[1].ended()
+        _require(code == 5, f"the host that was cut off ended with {code}")
+        hosts.mend(1)
+        runs[1] = _on_host(trial, hosts, 1, "2", 4)
+        return _finished(runs)
+
+
+KINDS: dict[str, Callable[[Trial], list[Run]]] = {
+    "kill": kill,
+    "stop": stop,
+    "corrupt": corrupt,
+    "full": full,
+    "fsync": fsync,
+    "cut and mended": cut_and_mended,
+    "slow link": slow_link,
+    "bad sample": bad_sample,
+    "lost host": lost_host,
+    "agent": agent,
+    "cut link": cut_link,
+    "full for good": full_for_good,
+    "pause": pause,
+}
+ON_HOSTS = ("cut and mended", "slow link", "lost host", "cut link")
+ON_SMALL_DISK = ("full", "full for good")
+OFTEN = ("kill", "kill", "kill", "kill", "stop", "stop", "corrupt", "corrupt", "full", "fsync", "fsync")
+
+
+# --- One of them --------------------------------------------------------------------------------------------------
+
+
+def trial_of(number: int, kind: str, data: Path, baselines: "Baselines") -> dict[str, Any]:
+    """Let one fault happen, and look what became of the run."""
+    with tempfile.TemporaryDirectory() as folder, _DiskOf(kind, Path(folder)) as place:
+        trial = Trial(number, kind, data, place)
+        expected = baselines.of(trial)
+        began = time.monotonic()
+        runs = KINDS[kind](trial)
+        codes = [run.ended() for run in runs]
+        wrong = [f"exit code {code}" for code in codes if code not in trial.expected]
+        if trial.same and not wrong and learnt(place) != expected:
+            wrong.append("it learnt something else")
+        if trial.same and not wrong and losses(place) != list(range(1, STEPS + 1)):
+            wrong.append("steps are missing or there twice")
+        errors = [run.said.count("\nerror: ") + run.said.startswith("error: ") for run in runs]
+        if trial.expected != (0,) and not all(errors):
+            wrong.append("it ended without an error")
+        entries = metrics(place)
+        recoveries = [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"]
+        return {
+            "fault": number,
+            "kind": kind,
+            "ranks": trial.count,
+            "victim": trial.victim,
+            "step": trial.step,
+            "outcome": "; ".join(wrong) or ("error, as it must be" if trial.expected != (0,) else "the same weights"),
+            "ok": not wrong,
+            "recoveries_s": recoveries,
+            "seconds": round(time.monotonic() - began, 1),
+            "said": [run.said[-3000:] for run in runs] if wrong else [],
+        }
+
+
+class Baselines:
+    """What undisturbed runs learn, by the number of ranks and where they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], dict[str, bytes]] = {}
+
+    def of(self, trial: Trial) -> dict[str, bytes]:
+        key = trial.count, trial.on_hosts
+        if key not in self._known and trial.kind not in ("bad sample", "cut link", "full for good"):
+            with tempfile.TemporaryDirectory() as folder:
+                calm = Trial(0, trial.kind, trial.data, Path(folder) / "run")
+                calm.count, calm.ways = trial.count, ["c10d", "c10d"]
+                if trial.on_hosts:
+                    with labs.lab(2) as hosts:
+                        runs = _finished(_on_hosts(calm, hosts))
+                else:
+                    runs = [calm.start()]
+                _require([run.ended() for run in runs] == [0] * len(runs), "an undisturbed run failed")
+                self._known[key] = learnt(calm.place)
+        return self._known.get(key, {})
+
+
+def learnt(run: Path) -> dict[str, bytes]:
+    """The last checkpoint, whole."""
+    folder = run / "checkpoints" / f"step-{STEPS:08d}"
+    return {path.name: path.read_bytes() for path in folder.glob("rank-*.bytes")}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run: Path) -> list[int]:
+    """Steps that were noted, in order."""
+    return [entry["step"] for entry in metrics(run) if entry["kind"] == "train"]
+
+
+def failing_disk_at(folder: Path) -> Path:
+    """The library that makes a disk fail, built into a folder."""
+    library, source = folder / "disk.so", Path(__file__).parent / "disk.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class _DiskOf:
+    """Where a run writes: a small disk of its own, where it is to fill up."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._mounted = folder / "disk" if kind in ON_SMALL_DISK else None
+        self._place = (self._mounted or folder) / "run"
+
+    def __enter__(self) -> Path:
+        if self._mounted is not None:
+            self._mounted.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", self._mounted], check=True)
+        return self._place
+
+    def __exit__(self, *_: object) -> None:
+        if self._mounted is not None:
+            subprocess.run(["umount", "-l", self._mounted], check=True)
+
+
+def _on_host(trial: Trial, hosts: labs.Lab, host: int, asked: str, restarts: int) -> Run:
+    meet = f"{labs.ADDRESS.format(1)}:29471"
+    words = trial.words("--nproc", "1", "--hosts", asked, "--meet", meet, "--restarts", str(restarts))
+    return Run(trial.place, words, host=hosts.hosts[host])
+
+
+def _on_hosts(trial: Trial, hosts: labs.Lab, *, restarts: int = 4, hosts_asked: str = "2") -> list[Run]:
+    """A rank on each of two hosts. The first serves the store."""
+    first = _on_host(trial, hosts, 0, hosts_asked, restarts)
+    return [first, _on_host(trial, hosts, 1, hosts_asked, restarts)]
+
+
+def _finished(runs: list[Run]) -> list[Run]:
+    """Wait while the hosts are still there."""
+    for run in runs:
+        run.ended()
+    return runs
+
+
+def _signal(run: Run, rank: int, kind: signal.Signals) -> None:
+    ranks = run.ranks()
+    if rank < len(ranks):
+        os.kill(ranks[rank], kind)
+
+
+def _alive(pids: Sequence[int]) -> list[int]:
+    """Those that still run a while later."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def _wrote(file: Any, content: bytes) -> bool:
+    try:
+        file.write(content)
+        file.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+def make_data(folder: Path) -> Path:
+    """A log that every run trains on."""
+    words = ["data", "synth", "--preset", "ml1m", "--users", "600", "--items", "500", str(folder)]
+    subprocess.run([sys.executable, "-m", "freescale", *words], check=True, capture_output=True)
+    return folder
+
+
+def kind_of(number: int) -> str:
+    """Every kind in turn, the likely ones more often."""
+    kinds = [*KINDS, *OFTEN]
+    return kinds[number % len(kinds)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    baselines, found = Baselines(), []
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(Path(folder) / "data")
+        for number in range(options.first, options.first + options.faults):
+            kind = options.kinds[number % len(options.kinds)] if options.kinds else kind_of(number)
+            found.append(trial_of(number, kind, data, baselines))
+            print(json.dumps(found[-1]), flush=True)
+            save(options.out, [summary_of(found), *found])
+    print(json.dumps(summary_of(found)), flush=True)
+
+
+def summary_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Outcomes and recovery times by kind."""
+    table = {}
+    for kind in sorted({one["kind"] for one in found}):
+        of_kind = [one for one in found if one["kind"] == kind]
+        took = [seconds for one in of_kind for seconds in one["recoveries_s"]]
+        outcomes = {one["outcome"]: sum(o["outcome"] == one["outcome"] for o in of_kind) for one in of_kind}
+        times = {"median_s": statistics.median(took), "most_s": max(took)} if took else {}
+        table[kind] = {"faults": len(of_kind), "outcomes": outcomes, **times}
+    return {"faults": len(found), "ok": sum(one["ok"] for one in found), "by_kind": table}
+
+
+if __name__ == "__main__":
+    main()

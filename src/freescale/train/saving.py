@@ -1,0 +1,162 @@
+"""What a run keeps to go on from: when it is saved, what is saved, and how it is taken up again."""
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freescale.checkpoint import state, store
+from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.config import to_toml
+from freescale.errors import reason
+from freescale.log import notice
+from freescale.train.interval import Interval
+from freescale.train.journal import Journal
+from freescale.train.parts import Parts, Progress
+from freescale.transport.world import apart, generation
+
+_FITS, _DAMAGED, _OF_ANOTHER = range(3)
+
+
+class Saving:
+    """Saves a training and takes it up again. `at` is where it stands, and is moved when it goes back."""
+
+    def __init__(self, parts: Parts, at: Progress, folder: Path, journal: Journal) -> None:
+        self._parts, self._at, self._journal, self._train = parts, at, journal, parts.config.train
+        transport = apart(deadline=self._train.deadline)  # since training and saving go on at once
+        self._store = store.Store(folder / "checkpoints", keep=self._train.keep, transport=transport)
+        self._interval = Interval(hours_between_failures=self._train.hours_between_failures)
+        self._last = self._next = 0
+        """Steps: of the last checkpoint, and of the next between two epochs as rank 0 has chosen it."""
+
+    def is_due(self, *, stopped: bool) -> bool:
+        """Whether to save after this step."""
+        done, every = self._at.done, self._train.save_every
+        if stopped or done == self._parts.steps:
+            return True
+        return done % every == 0 if every else done % len(self._parts.loader) == 0 or done == self._next
+
+    def choice(self, seconds_per_step: float) -> int:
+        """When to save next, as this rank sees it."""
+        return max(self._at.done + 1, self._last + math.ceil(self._interval.seconds / seconds_per_step))
+
+    def agree(self, step: int) -> None:
+        """Take rank 0's choice."""
+        self._next = step
+
+    def save(self) -> None:
+        """Save where training stands, behind the steps that follow."""
+        began = time.perf_counter()
+        self._parts.step.settle()
+        self.complete_the_last()
+        self._store.save(self._at.done, self._tensors(), self._facts())
+        self._interval.saved(time.perf_counter() - began)
+        self._last = self._at.done
+
+    def complete_the_last(self) -> None:
+        """A disk that refuses a checkpoint amid training may have room for the next. For the last one it may not."""
+        try:
+            self._store.wait()
+        except CheckpointError as error:
+            if error.__cause__ is not None or self._parts.world.leads:
+                notice(f"{error}\n  training goes on, and the next checkpoint will be tried")
+
+    def close(self) -> None:
+        """Finish saving."""
+        self._store.close()
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint that all ranks can read, whatever number of ranks wrote it."""
+        transport = self._parts.world.transport
+        while (newest := store.newest(self._store.folder, transport)) is not None:
+            error = self._load(newest)
+            own = _FITS if error is None else _DAMAGED if isinstance(error, DamagedError) else _OF_ANOTHER
+            worst = transport.largest(own, name="loading")
+            if worst == _FITS:
+                self._go_on(f"resumed from {newest} at step {self._at.done}")
+                return
+            if worst == _OF_ANOTHER:
+                raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
+            if error is not None:
+                notice(str(error))
+            if self._parts.world.leads:
+                self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
+                store.set_aside(newest)
+        raise CheckpointError(
+            "there is no checkpoint that can be read",
+            where=str(self._store.folder),
+            remedy="start anew with another --out; what was damaged is still there",
+        )
+
+    def begin_again(self) -> None:
+        """Train from the beginning, where an earlier start of this run ended before its first checkpoint."""
+        self._go_on("there is no checkpoint yet: training begins again")
+
+    def note_recovery(self) -> None:
+        """Once, when the first step is done after a start that followed a loss: how long that took."""
+        lost_at = float(os.environ.pop("FREESCALE_LOST_AT", "0"))
+        if not lost_at:
+            return
+        self._interval.failed()
+        why, seconds = os.environ.get("FREESCALE_LOST", ""), time.time() - lost_at
+        entry = {"kind": "recovery", "step": self._at.done, "generation": generation()}
+        self._journal.write(entry | {"why": why, "seconds": seconds})
+        self._journal.say(f"recovered in {seconds:.1f} s: {why}")
+
+    def _go_on(self, how: str) -> None:
+        """Drop what was noted beyond here by who was lost, and say it."""
+        self._journal.rewind(self._at.done)
+        self._journal.say(how)
+
+    def _load(self, checkpoint: Path) -> CheckpointError | None:
+        """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
+        try:
+            facts, tensors = store.read_facts(checkpoint), self._tensors()
+            if facts["ranks"] != self._parts.world.ranks:
+                del tensors[self._generator]
+                told = f"resumed on {self._parts.world.ranks} ranks what {facts['ranks']} wrote"
+                notice(f"{told}: torch's own generators start anew")
+            store.load(checkpoint, tensors)
+            self._take(facts)
+        except CheckpointError as error:
+            return error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return DamagedError(f"facts.json does not say where to go on: {reason(error)}", where=str(checkpoint))
+        if self._generator in tensors:
+            torch.set_rng_state(tensors[self._generator].local)
+        return None
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        """Go on from what a checkpoint says beside its tensors."""
+        parts, at = self._parts, self._at
+        parts.loader.load_state_dict(facts["cursor"])
+        if parts.planner is not None and facts["balance"] is not None:
+            parts.planner.load_state_dict(facts["balance"])
+        parts.step.judge.load_state_dict(facts["norms"])
+        self._interval.load_state_dict(facts["interval"])
+        at.cursor, at.done = facts["cursor"], facts["step"]
+        at.left_out |= set(facts["left_out"])
+        self._last, self._next, parts.bubbles.step = at.done, 0, at.done
+
+    @property
+    def _generator(self) -> str:
+        return f"generator.{self._parts.world.rank}"
+
+    def _tensors(self) -> dict[str, Part]:
+        parts, rank = self._parts, self._parts.world.rank
+        model = state.of_model(parts.network, parts.tables, rank=rank, ranks=parts.world.ranks)
+        return model | state.of_optimizer(parts.network, parts.optimizer) | state.of_generator(rank)
+
+    def _facts(self) -> dict[str, object]:
+        parts, at = self._parts, self._at
+        return {
+            "cursor": at.cursor,
+            "left_out": sorted(at.left_out),
+            "norms": parts.step.judge.state_dict(),
+            "interval": self._interval.state_dict(),
+            "balance": parts.planner.state_dict() if parts.planner is not None else None,
+            "config": to_toml(parts.config),
+        }
