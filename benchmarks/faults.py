@@ -8,6 +8,7 @@ the checkpoint of the undisturbed run, to the last bit, or, where nobody could g
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -81,8 +82,8 @@ class Run:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.said += line
-            if line.startswith("step ") and "/" in line:
-                self._steps[int(line.split()[1].split("/")[0])].set()
+            if line.startswith("step ") and "/" in line and (step := int(line.split()[1].split("/")[0])) in self._steps:
+                self._steps[step].set()
         for event in self._steps.values():
             event.set()
 
@@ -176,14 +177,9 @@ def full(trial: Trial) -> list[Run]:
     """The disk fills up for a while."""
     run = trial.start()
     run.wait_for(trial.step)
-    ballast = trial.place / "ballast"
-    with ballast.open("wb") as file:
-        while _wrote(file, b"\0" * (1 << 16)):
-            pass
-        while _wrote(file, b"\0"):
-            pass
+    fill(trial.place / "ballast")
     run.wait_for(min(STEPS - 4, trial.step + 2 * SAVE_EVERY))
-    ballast.unlink()
+    (trial.place / "ballast").unlink()
     return [run]
 
 
@@ -192,11 +188,7 @@ def full_for_good(trial: Trial) -> list[Run]:
     trial.expected, trial.same = (1,), False
     run = trial.start("--restarts", "0")
     run.wait_for(trial.step)
-    with (trial.place / "ballast").open("wb") as file:
-        while _wrote(file, b"\0" * (1 << 12)):
-            pass
-        while _wrote(file, b"\0"):
-            pass
+    fill(trial.place / "ballast")
     return [run]
 
 
@@ -384,7 +376,7 @@ class _DiskOf:
     def __enter__(self) -> Path:
         if self._mounted is not None:
             self._mounted.mkdir()
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", self._mounted], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", self._mounted], check=True)
         return self._place
 
     def __exit__(self, *_: object) -> None:
@@ -425,13 +417,11 @@ def _alive(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def _wrote(file: Any, content: bytes) -> bool:
-    try:
-        file.write(content)
-        file.flush()
-    except OSError:
-        return False
-    return True
+def fill(path: Path) -> None:
+    """Take all the room that a disk has."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * (1 << 16)):
+            pass
 
 
 def _require(holds: bool, what: str) -> None:

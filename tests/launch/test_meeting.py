@@ -39,7 +39,9 @@ def test_the_first_agent_serves_and_others_find_it() -> None:
     assert (first.serves, second.serves) == (True, False)
     for agent in (first, second):
         agent.beat()
-    assert first.agents() == {0: 2, 1: 3}
+    assert first.alive() == [0, 1]
+    second.come(0)
+    assert first.here(0, first.alive()) == {1: 3}
     assert second.opened(0) is None
     first.open(0, {0: 0, 1: 2}, 5)
     assert second.opened(0) == ({0: 0, 1: 2}, 5)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.ledger import Ledger, account, last_arrivals, ledgers
 from freescale.errors import DataError, reason
+from freescale.log import notice
 
 FOLDER = "bubbles"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
@@ -113,8 +114,11 @@ class Writer:
             self._add(f"rank-{samples[0].step.rank:05d}.jsonl", [s.step._asdict() | {"last": s.last} for s in samples])
 
     def _add(self, name: str, lines: list[dict[str, Any]]) -> None:
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(facts, separators=(",", ":")) + "\n" for facts in lines)
+        try:
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(facts, separators=(",", ":")) + "\n" for facts in lines)
+        except OSError as error:  # a training is worth more than what is known of it
+            notice(f"{self._folder / name} lacks something: {reason(error)}")
 
 
 class Machine(NamedTuple):

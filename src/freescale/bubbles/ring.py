@@ -9,12 +9,14 @@ The file is mapped into memory, so the kernel keeps it when the process is kille
 import contextlib
 import itertools
 import mmap
+import os
 import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from freescale.errors import DataError
+from freescale.errors import DataError, reason
+from freescale.log import notice
 
 FOLDER = "flight"
 _RECORD = struct.Struct("<qqi4s40s")
@@ -41,9 +43,13 @@ class Ring:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(self._path.with_suffix(".lost"))
-        with self._path.open("w+b") as file:
-            file.truncate(_SLOTS * _RECORD.size)
-            self._memory = mmap.mmap(file.fileno(), 0)
+        try:
+            with self._path.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, _SLOTS * _RECORD.size)  # or a full disk would kill who writes
+                self._memory = mmap.mmap(file.fileno(), 0)
+        except OSError as error:
+            notice(f"no flight record is kept: {reason(error)}")
+            self._memory = mmap.mmap(-1, _SLOTS * _RECORD.size)
         self._numbers = itertools.count(1)
 
     def note(self, step: int, phase: str, what: str) -> None:

@@ -72,29 +72,35 @@ class Agent:
 
     def _opened(self, number: int) -> tuple[dict[int, int], int]:
         """Wait for a generation to begin; who serves the store begins it when enough hosts are there."""
+        self._meeting.come(number)
         since = changed = time.monotonic()
         known: dict[int, int] = {}
         while (opened := self._meeting.opened(number)) is None:
             self._look()
             if not self._meeting.serves:
                 continue
-            agents = self._meeting.agents()
-            if agents != known:
-                known, changed = agents, time.monotonic()
-            hosts, waited = self._meeting.hosts, time.monotonic() - changed
-            enough = len(agents) >= hosts.least and waited > _LAST_CALL_SECONDS
-            if enough or len(agents) >= hosts.most:
-                self._open(number, dict(list(agents.items())[: hosts.most]))
+            alive = self._meeting.alive()
+            here = self._meeting.here(number, alive)
+            if here != known:
+                known, changed = here, time.monotonic()
+            if self._are_enough(number, len(here), len(alive), time.monotonic() - changed):
+                self._open(number, here)
             elif time.monotonic() - since > _JOIN_SECONDS:
                 raise TransportError(
-                    f"{len(agents)} of {hosts.least} hosts came to {self._meeting.address}",
+                    f"{len(here)} of {self._meeting.hosts.least} hosts came to {self._meeting.address}",
                     remedy="start the agents of the others, or ask for fewer: --hosts",
                 )
         return opened
 
+    def _are_enough(self, number: int, here: int, alive: int, waited: float) -> bool:
+        """Whether to begin with those that have come; `waited`: since the last of them did."""
+        hosts = self._meeting.hosts
+        nobody_is_missing = number > 0 and here == alive
+        return here >= hosts.most or (here >= hosts.least and (nobody_is_missing or waited > _LAST_CALL_SECONDS))
+
     def _open(self, number: int, agents: dict[int, int]) -> None:
         first, ranks = {}, 0
-        for agent, count in agents.items():
+        for agent, count in list(agents.items())[: self._meeting.hosts.most]:
             first[agent], ranks = ranks, ranks + count
         self._meeting.open(number, first, ranks)
 
@@ -123,11 +129,12 @@ class Agent:
 
     def _conclude_if_due(self, number: int, first: dict[int, int], lost_at: float) -> float:
         """Decide, for all hosts, once ranks that lost another have had the time to say so. Gives when one was lost."""
-        meeting, agents = self._meeting, self._meeting.agents()
-        if len(first) < meeting.hosts.most and set(agents) - set(first) and not meeting.paused(number):
+        meeting, alive = self._meeting, self._meeting.alive()
+        newcomers = meeting.here(number, set(alive) - set(first))
+        if newcomers and len(first) < meeting.hosts.most and not meeting.paused(number):
             meeting.pause(number)
         codes, pausing = meeting.reported(number, first), meeting.paused(number)
-        decided = decide(Seen(codes, set(first) - set(agents), pausing, self._restarts))
+        decided = decide(Seen(codes, set(first) - set(alive), pausing, self._restarts))
         if decided is None:
             return lost_at
         lost_at = lost_at or time.time()

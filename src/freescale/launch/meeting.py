@@ -2,6 +2,7 @@
 
 agents                count of those that ever came; each is known by its number
 agent/ID, beat/ID     its ranks; a count that goes on while it lives
+GENERATION/here/ID    it has come to this generation
 GENERATION/ranks      which agents take part, and the first rank of each
 GENERATION/ended/ID   exit codes of its ranks
 GENERATION/pause      ranks are to save and end
@@ -15,7 +16,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -58,24 +59,32 @@ class Meeting:
         """Give a sign of life."""
         self._store.add(f"beat/{self.id}", 1)
 
-    def agents(self) -> dict[int, int]:
-        """Agents that give signs of life, and the ranks of each."""
-        now, found = time.monotonic(), {}
+    def alive(self) -> list[int]:
+        """Agents that give signs of life."""
+        now, found = time.monotonic(), []
         for agent in range(self._store.add("agents", 0)):
             beat = self._store.add(f"beat/{agent}", 0)
             seen, since = self._beats.get(agent, (-1, now))
             if beat != seen:
                 self._beats[agent] = beat, now
             if (beat != seen or now - since < SILENT_SECONDS) and beat > 0:
-                found[agent] = agent
-        return {agent: self._get(f"agent/{agent}") for agent in found}
+                found.append(agent)
+        return found
+
+    def come(self, generation: int) -> None:
+        """Say that this agent is ready for a generation."""
+        self._set(f"{generation}/here/{self.id}", True)
+
+    def here(self, generation: int, agents: Iterable[int]) -> dict[int, int]:
+        """Those that have come to a generation, and the ranks of each."""
+        return {a: self._get(f"agent/{a}") for a in agents if self._get(f"{generation}/here/{a}")}
 
     def leave(self) -> None:
         """Say that this agent takes part no more, and give others a moment to read what it served."""
         self._set(f"left/{self.id}", True)
         until = time.monotonic() + SILENT_SECONDS
         while self.serves and time.monotonic() < until:
-            if all(self._get(f"left/{agent}") for agent in self.agents()):
+            if all(self._get(f"left/{agent}") for agent in self.alive()):
                 return
             time.sleep(0.05)
 

@@ -13,6 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from freescale.errors import reason
+from freescale.log import notice
+
 FILE = "metrics.jsonl"
 
 
@@ -24,7 +27,7 @@ class Journal:
         if not leads:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._path, self._unwritten = folder / FILE, b""
         self._board = _tensorboard(folder) if tensorboard else None
         self._bar = _bar(steps) if sys.stderr.isatty() else None
 
@@ -53,8 +56,7 @@ class Journal:
         """Add an entry to the file."""
         if not self._leads:
             return
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._add(json.dumps(entry) + "\n")
         if self._board is not None:
             for name, value in entry.items():
                 if isinstance(value, float):
@@ -64,11 +66,19 @@ class Journal:
         """Drop entries beyond a step, which will be done again, and half a line that may have been left."""
         if not self._leads:
             return
-        path = Path(self._file.name)
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _upto(line, step)]
-        self._file.close()
-        path.write_text("".join(kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        self._path.write_text("".join(line for line in lines if _upto(line, step)), encoding="utf-8")
+        self._unwritten = b""
+
+    def _add(self, line: str) -> None:
+        """What a full disk refuses is written when there is room again."""
+        self._unwritten += line.encode()
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as error:
+            notice(f"{self._path} is behind: {reason(error)}")
 
     def close(self) -> None:
         """End all output."""
@@ -76,7 +86,6 @@ class Journal:
             return
         if self._bar is not None:
             self._bar.stop()
-        self._file.close()
         if self._board is not None:
             self._board.close()
 

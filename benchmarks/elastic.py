@@ -1,0 +1,147 @@
+"""Do hosts that come and go change what is learnt, and does a launcher that starts ranks again and again grow?
+
+    python benchmarks/elastic.py sizes [--out FILE.json]
+    python benchmarks/elastic.py soak [--minutes 30] [--out FILE.json]
+
+sizes: 4 ranks lose 2, then a third and a fourth join again, each with an agent of its own; in fp64 the result is that
+of 4 undisturbed ranks to 1e-9. soak: training under one fault a minute; memory, descriptors and threads of the launcher
+and of ranks of the same age, and the files of the run, must not grow.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from faults import Run, make_data
+from freescale.checkpoint import store
+from freescale.checkpoint.files import Part, read_json
+from record import save
+
+STEPS = 240
+RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
+SAMPLE_AT_SECONDS = 15.0
+"""After a start, when ranks of every generation have done the same."""
+
+
+def learnt(run: Path) -> dict[str, np.ndarray]:
+    """All tensors of the newest checkpoint, put together from whatever ranks wrote them."""
+    checkpoint = store.complete(run / "checkpoints")[-1]
+    shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for path in checkpoint.glob("rank-*.json"):
+        for piece in read_json(path):
+            shapes[piece["name"]] = getattr(torch, piece["dtype"]), [piece["rows"], *piece["shape"]]
+    names = [name for name in shapes if not name.startswith("generator")]
+    parts = {n: Part.whole(torch.zeros(shapes[n][1], dtype=shapes[n][0]), everywhere=True) for n in names}
+    store.load(checkpoint, parts)
+    return {name: part.local.numpy() for name, part in parts.items()}
+
+
+def sizes(folder: Path) -> dict[str, Any]:
+    """4 -> 2 -> 3 -> 4 ranks, by hosts that are lost and come."""
+    data = make_data(folder / "data")
+    words = [*RECIPE, "--train.max-steps", str(STEPS), "--train.save-every", "4", "--train.precision", "fp64"]
+    words += ["--data", str(data), "--data.global-batch", "96", "--model.dim", "64", "--restarts", "9"]
+    calm = Run(folder / "calm", [*words, "--nproc", "4"])
+    assert calm.ended() == 0, calm.said
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    elastic = [*words, "--nproc", "1", "--hosts", "1:4", "--meet", f"127.0.0.1:{port}"]
+    run = folder / "elastic"
+    first = Run(run, elastic)
+    time.sleep(2.0)  # so that it is the one that serves
+    agents = [first, *(Run(run, elastic) for _ in range(3))]
+    first.wait_for(10)
+    for lost in agents[2:]:
+        os.killpg(lost.agent, signal.SIGKILL)
+    _wait_for_ranks(first, 2)
+    agents = [*agents[:2], Run(run, elastic)]
+    _wait_for_ranks(first, 3)
+    agents.append(Run(run, elastic))
+    codes = [agent.ended() for agent in agents]
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    a, b = learnt(folder / "calm"), learnt(run)
+    assert a.keys() == b.keys()
+    apart = max(float(np.linalg.norm(a[n] - b[n]) / max(np.linalg.norm(a[n]), 1e-300)) for n in a)
+    return {
+        "exit_codes": codes,
+        "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("note: resumed on ")],
+        "told": [line for line in first.said.splitlines() if line.startswith(("note: generation", "resumed"))],
+        "recoveries_s": [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"],
+        "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, STEPS + 1)),
+        "largest_relative_difference": apart,
+    }
+
+
+def _wait_for_ranks(run: Run, count: int) -> None:
+    """Wait until a generation of so many ranks has done some steps."""
+    until = time.monotonic() + 120
+    while f"resumed on {count} ranks" not in run.said and time.monotonic() < until:
+        time.sleep(0.1)
+    begun = run.said.count("\nstep ")
+    while run.said.count("\nstep ") < begun + 8 and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def soak(folder: Path, minutes: float) -> dict[str, Any]:
+    """One fault a minute; after each, ranks of the same age are looked at."""
+    data = make_data(folder / "data")
+    words = [*RECIPE, "--train.max-steps", "10000000", "--data", str(data), "--nproc", "2", "--restarts", "100000"]
+    run = Run(folder / "run", [*words, "--train.save-every", "40"])
+    random, seen = np.random.default_rng(0), []
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        begun, minute = run.said.count("recovered in"), time.monotonic()
+        while seen and run.said.count("recovered in") <= begun - 1:
+            time.sleep(0.1)
+        time.sleep(SAMPLE_AT_SECONDS)
+        ranks = run.ranks()
+        files = sum(len(names) for _, _, names in os.walk(folder / "run"))
+        seen.append({"agent": usage(run.agent), "rank": usage(ranks[0]), "files": files})
+        print(json.dumps(seen[-1]), flush=True)
+        time.sleep(max(0.0, 60.0 - (time.monotonic() - minute) - SAMPLE_AT_SECONDS))
+        kind = signal.SIGKILL if random.random() < 0.8 else signal.SIGSTOP
+        os.kill(ranks[int(random.integers(len(ranks)))], kind)
+        while run.said.count("recovered in") == begun and time.monotonic() < minute + 180:
+            time.sleep(0.1)
+    os.kill(run.agent, signal.SIGTERM)
+    code = run.ended()
+    grown = {
+        f"{who} {what}": [seen[1][who][what], seen[-1][who][what]] for who in ("agent", "rank") for what in seen[0][who]
+    }
+    return {"minutes": minutes, "exit_code": code, "faults": len(seen), "first_and_last": grown, "seen": seen}
+
+
+def usage(pid: int) -> dict[str, float]:
+    """What a process holds."""
+    status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+    return {
+        "memory_mb": int(status["VmRSS"].split()[0]) / 1024,
+        "threads": int(status["Threads"]),
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["sizes", "soak"])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = sizes(Path(folder)) if options.what == "sizes" else soak(Path(folder), options.minutes)
+    print(json.dumps({name: value for name, value in found.items() if name != "seen"}), flush=True)
+    save(options.out, [found])
+
+
+if __name__ == "__main__":
+    main()
