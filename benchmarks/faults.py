@@ -350,8 +350,10 @@ def learnt(run: Path) -> dict[str, bytes]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run noted; where its disk stayed full, half a line may be the last."""
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(run: Path) -> list[int]:

@@ -58,7 +58,7 @@ class Retrieval(nn.Module):
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Sum of the losses of all events that have a next one."""
         items, layout, tokens = rows["item"], inputs.layout, inputs.layout.tokens
-        output = self.encoder(items.values[items.index[:tokens]], layout, inputs.keys)
+        output = self.encoder(F.embedding(items.index[:tokens], items.values), layout, inputs.keys)
         asked = (layout.position + 1 < layout.lengths.repeat_interleave(layout.lengths)).nonzero()[:, 0]
         right, wrong = items.index[asked + 1], items.index[tokens:].view(tokens, self._task.negatives)[asked]
         temperature = self._task.temperature

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor, nn
 
 from freescale.config import ModelConfig
@@ -20,7 +21,7 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, keys: Keys | None) -> Tensor:
         """Prepare packed events [tokens, dim]; `keys` turn dropout on."""
-        x = x * self._scale + self.position[layout.place]
+        x = x * self._scale + F.embedding(layout.place, self.position)
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
 
 
