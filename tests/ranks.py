@@ -55,6 +55,7 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory()
         meet = Meeting(self._store.port, f"{self._folder.name}/store", lab.hosts if lab else ())
+        self._sent = 0
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
@@ -80,15 +81,18 @@ class Ranks:
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Start it on every rank."""
+        self._sent += 1
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((self._sent, function, arguments))
 
     def result(self, rank: int, deadline: float = DEADLINE) -> Any:
         """What one rank returned, or raised."""
-        if not self._pipes[rank].poll(deadline):
-            self._show_where_they_are()
-            raise RankError(f"rank {rank} gave no answer within {deadline} s")
-        ok, value = self._pipes[rank].recv()
+        answers = 0
+        while answers != self._sent:  # what came too late for an earlier task is not the answer to this one
+            if not self._pipes[rank].poll(deadline):
+                self._show_where_they_are()
+                raise RankError(f"rank {rank} gave no answer within {deadline} s")
+            answers, ok, value = self._pipes[rank].recv()
         if not ok:
             raise RankError(f"rank {rank}:\n{value}")
         return value
@@ -124,11 +128,11 @@ def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     world = World(rank, ranks, store)
     while (task := pipe.recv()) is not None:
-        function, arguments = task
+        number, function, arguments = task
         try:
-            pipe.send((True, function(world, *arguments)))
+            pipe.send((number, True, function(world, *arguments)))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((number, False, traceback.format_exc()))
         _close_other_groups()
     dist.destroy_process_group()  # a process whose groups are left open takes its time to end
 

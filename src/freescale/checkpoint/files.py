@@ -76,7 +76,8 @@ class _Piece:
         """Whether it could be true."""
         numbers = (*self.shape, self.rows, self.first, self.count, self.at, self.crc)
         known = type(self.name) is str and self.dtype in _DTYPES
-        return known and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        known = known and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        return known and self.first + self.count <= self.rows
 
     @property
     def size(self) -> int:
