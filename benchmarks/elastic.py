@@ -1,7 +1,7 @@
 """Do hosts that come and go change what is learnt, and does a launcher that starts ranks again and again grow?
 
-    python benchmarks/elastic.py sizes [--out FILE.json]
-    python benchmarks/elastic.py soak [--minutes 30] [--out FILE.json]
+    python benchmarks/elastic.py sizes [--ranks 4] [--out FILE.json]
+    python benchmarks/elastic.py soak [--minutes 30] [--every 60] [--out FILE.json]
 
 sizes: 4 ranks lose 2, then a third and a fourth join again, each with an agent of its own; in fp64 the result is that
 of 4 undisturbed ranks to 1e-9. soak: training under one fault a minute; memory, descriptors and threads of the launcher
@@ -26,7 +26,6 @@ from freescale.checkpoint import store
 from freescale.checkpoint.files import Part, read_json
 from record import save
 
-STEPS = 240
 RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
 SAMPLE_AT_SECONDS = 15.0
 """After a start, when ranks of every generation have done the same."""
@@ -45,28 +44,28 @@ def learnt(run: Path) -> dict[str, np.ndarray]:
     return {name: part.local.numpy() for name, part in parts.items()}
 
 
-def sizes(folder: Path) -> dict[str, Any]:
+def sizes(folder: Path, ranks: int) -> dict[str, Any]:
     """4 -> 2 -> 3 -> 4 ranks, by hosts that are lost and come."""
-    data = make_data(folder / "data")
-    words = [*RECIPE, "--train.max-steps", str(STEPS), "--train.save-every", "4", "--train.precision", "fp64"]
+    data, steps = make_data(folder / "data"), 60 * ranks
+    words = [*RECIPE, "--train.max-steps", str(steps), "--train.save-every", "4", "--train.precision", "fp64"]
     words += ["--data", str(data), "--data.global-batch", "96", "--model.dim", "64", "--restarts", "9"]
-    calm = Run(folder / "calm", [*words, "--nproc", "4"])
+    calm = Run(folder / "calm", [*words, "--nproc", str(ranks)])
     assert calm.ended() == 0, calm.said
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    elastic = [*words, "--nproc", "1", "--hosts", "1:4", "--meet", f"127.0.0.1:{port}"]
+    elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--meet", f"127.0.0.1:{port}"]
     run = folder / "elastic"
     first = Run(run, elastic)
     time.sleep(2.0)  # so that it is the one that serves
-    agents = [first, *(Run(run, elastic) for _ in range(3))]
+    agents = [first, *(Run(run, elastic) for _ in range(ranks - 1))]
     first.wait_for(10)
-    for lost in agents[2:]:
+    for lost in agents[ranks // 2 :]:
         os.killpg(lost.agent, signal.SIGKILL)
-    _wait_for_ranks(first, 2)
-    agents = [*agents[:2], Run(run, elastic)]
-    _wait_for_ranks(first, 3)
-    agents.append(Run(run, elastic))
+    del agents[ranks // 2 :]
+    while len(agents) < ranks:
+        _wait_for_ranks(first, len(agents))
+        agents.append(Run(run, elastic))
     codes = [agent.ended() for agent in agents]
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     a, b = learnt(folder / "calm"), learnt(run)
@@ -77,7 +76,7 @@ def sizes(folder: Path) -> dict[str, Any]:
         "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("note: resumed on ")],
         "told": [line for line in first.said.splitlines() if line.startswith(("note: generation", "resumed"))],
         "recoveries_s": [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"],
-        "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, STEPS + 1)),
+        "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, steps + 1)),
         "largest_relative_difference": apart,
     }
 
@@ -92,7 +91,7 @@ def _wait_for_ranks(run: Run, count: int) -> None:
         time.sleep(0.1)
 
 
-def soak(folder: Path, minutes: float) -> dict[str, Any]:
+def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     """One fault a minute; after each, ranks of the same age are looked at."""
     data = make_data(folder / "data")
     words = [*RECIPE, "--train.max-steps", "10000000", "--data", str(data), "--nproc", "2", "--restarts", "100000"]
@@ -101,14 +100,12 @@ def soak(folder: Path, minutes: float) -> dict[str, Any]:
     until = time.monotonic() + 60 * minutes
     while time.monotonic() < until:
         begun, minute = run.said.count("recovered in"), time.monotonic()
-        while seen and run.said.count("recovered in") <= begun - 1:
-            time.sleep(0.1)
-        time.sleep(SAMPLE_AT_SECONDS)
+        time.sleep(min(every, SAMPLE_AT_SECONDS))
         ranks = run.ranks()
         files = sum(len(names) for _, _, names in os.walk(folder / "run"))
         seen.append({"agent": usage(run.agent), "rank": usage(ranks[0]), "files": files})
         print(json.dumps(seen[-1]), flush=True)
-        time.sleep(max(0.0, 60.0 - (time.monotonic() - minute) - SAMPLE_AT_SECONDS))
+        time.sleep(max(0.0, every - (time.monotonic() - minute)))
         kind = signal.SIGKILL if random.random() < 0.8 else signal.SIGSTOP
         os.kill(ranks[int(random.integers(len(ranks)))], kind)
         while run.said.count("recovered in") == begun and time.monotonic() < minute + 180:
@@ -116,7 +113,7 @@ def soak(folder: Path, minutes: float) -> dict[str, Any]:
     os.kill(run.agent, signal.SIGTERM)
     code = run.ended()
     grown = {
-        f"{who} {what}": [seen[1][who][what], seen[-1][who][what]] for who in ("agent", "rank") for what in seen[0][who]
+        f"{who} {what}": [seen[0][who][what], seen[-1][who][what]] for who in ("agent", "rank") for what in seen[0][who]
     }
     return {"minutes": minutes, "exit_code": code, "faults": len(seen), "first_and_last": grown, "seen": seen}
 
@@ -134,11 +131,15 @@ def usage(pid: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["sizes", "soak"])
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = sizes(Path(folder)) if options.what == "sizes" else soak(Path(folder), options.minutes)
+        place = Path(folder)
+        soaks = options.what == "soak"
+        found = soak(place, options.minutes, options.every) if soaks else sizes(place, options.ranks)
     print(json.dumps({name: value for name, value in found.items() if name != "seen"}), flush=True)
     save(options.out, [found])
 

@@ -91,9 +91,10 @@ class Run:
 class Trial:
     """One fault: what it is, whom it hits and when. All drawn from its number."""
 
-    def __init__(self, number: int, kind: str, data: Path, place: Path) -> None:
+    def __init__(self, number: int, kind: str, data: Path, place: Path, *, quick: bool = False) -> None:
+        """`quick`: two ranks, and tables that need no TorchRec, so that a start takes less time."""
         self.random = np.random.default_rng((number, 7))
-        self.kind, self.data, self.place = kind, data, place
+        self.kind, self.data, self.place, self.quick = kind, data, place, quick
         self.on_hosts = kind in ON_HOSTS
         self.count = 2 if self.on_hosts else int(self.random.choice([2, 2, 2, 3, 4]))
         self.victim = int(self.random.integers(self.count))
@@ -101,6 +102,8 @@ class Trial:
         self.ways = [str(self.random.choice(WAYS)) for _ in range(2)]
         if self.on_hosts:
             self.ways = ["c10d", "c10d"]
+        if quick:
+            self.count, self.victim = 2, self.victim % 2
         self.expected = (0,)
         """Exit codes that are right."""
         self.same = True
@@ -109,7 +112,8 @@ class Trial:
     def words(self, *more: str) -> list[str]:
         """Of the command, but for where it writes."""
         ways = ["--transport.urgent", self.ways[0], "--transport.deferred", self.ways[1]]
-        return [*RECIPE, "--data", str(self.data), *ways, *more]
+        precision = ["--train.precision", "fp64"] if self.quick else []
+        return [*RECIPE, "--data", str(self.data), *ways, *precision, *more]
 
     def start(self, *more: str, **environment: str) -> Run:
         return Run(self.place, self.words("--nproc", str(self.count), *more), **environment)
@@ -289,10 +293,10 @@ OFTEN = ("kill", "kill", "kill", "kill", "stop", "stop", "corrupt", "corrupt", "
 # --- One of them --------------------------------------------------------------------------------------------------
 
 
-def trial_of(number: int, kind: str, data: Path, baselines: "Baselines") -> dict[str, Any]:
+def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quick: bool = False) -> dict[str, Any]:
     """Let one fault happen, and look what became of the run."""
     with tempfile.TemporaryDirectory() as folder, _DiskOf(kind, Path(folder)) as place:
-        trial = Trial(number, kind, data, place)
+        trial = Trial(number, kind, data, place, quick=quick)
         expected = baselines.of(trial)
         began = time.monotonic()
         runs = KINDS[kind](trial)
@@ -331,7 +335,7 @@ class Baselines:
         key = trial.count, trial.on_hosts
         if key not in self._known and trial.kind not in ("bad sample", "cut link", "full for good"):
             with tempfile.TemporaryDirectory() as folder:
-                calm = Trial(0, trial.kind, trial.data, Path(folder) / "run")
+                calm = Trial(0, trial.kind, trial.data, Path(folder) / "run", quick=trial.quick)
                 calm.count, calm.ways = trial.count, ["c10d", "c10d"]
                 if trial.on_hosts:
                     with labs.lab(2) as hosts:

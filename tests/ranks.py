@@ -87,7 +87,7 @@ class Ranks:
 
     def result(self, rank: int, deadline: float = DEADLINE) -> Any:
         """What one rank returned, or raised."""
-        answers = 0
+        answers, ok, value = 0, False, None
         while answers != self._sent:  # what came too late for an earlier task is not the answer to this one
             if not self._pipes[rank].poll(deadline):
                 self._show_where_they_are()
