@@ -1,6 +1,6 @@
 """Do hosts that come and go change what is learnt, and does a launcher that starts ranks again and again grow?
 
-    python benchmarks/elastic.py sizes [--ranks 4] [--out FILE.json]
+    python benchmarks/elastic.py sizes [--ranks 4] [--steps 240] [--out FILE.json]
     python benchmarks/elastic.py soak [--minutes 30] [--every 60] [--out FILE.json]
 
 sizes: 4 ranks lose 2, then a third and a fourth join again, each with an agent of its own; in fp64 the result is that
@@ -44,9 +44,9 @@ def learnt(run: Path) -> dict[str, np.ndarray]:
     return {name: part.local.numpy() for name, part in parts.items()}
 
 
-def sizes(folder: Path, ranks: int) -> dict[str, Any]:
+def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     """4 -> 2 -> 3 -> 4 ranks, by hosts that are lost and come."""
-    data, steps = make_data(folder / "data"), 60 * ranks
+    data = make_data(folder / "data")
     words = [*RECIPE, "--train.max-steps", str(steps), "--train.save-every", "4", "--train.precision", "fp64"]
     words += ["--data", str(data), "--data.global-batch", "96", "--model.dim", "64", "--restarts", "9"]
     calm = Run(folder / "calm", [*words, "--nproc", str(ranks)])
@@ -132,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["sizes", "soak"])
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
@@ -139,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         soaks = options.what == "soak"
-        found = soak(place, options.minutes, options.every) if soaks else sizes(place, options.ranks)
+        found = soak(place, options.minutes, options.every) if soaks else sizes(place, options.ranks, options.steps)
     print(json.dumps({name: value for name, value in found.items() if name != "seen"}), flush=True)
     save(options.out, [found])
 

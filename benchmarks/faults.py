@@ -1,6 +1,6 @@
 """Does a run lose anything, or hang, whatever happens to it?
 
-    python benchmarks/faults.py [--faults 200] [--first 0] [--kinds kill stop ...] [--out FILE.json]
+    python benchmarks/faults.py [--faults 200] [--first 0] [--kinds kill stop ...] [--quick] [--out FILE.json]
 
 Every fault is seeded: its kind, how many ranks, which way their rows take, who is hit and after which step. It hits a
 real `freescale train`, under the launcher as users start it, on one host or on hosts of a lab. The run must end with
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import lab as labs
+from disk import failing_disk_at
 from record import save
 
 STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0
@@ -92,7 +93,7 @@ class Trial:
     """One fault: what it is, whom it hits and when. All drawn from its number."""
 
     def __init__(self, number: int, kind: str, data: Path, place: Path, *, quick: bool = False) -> None:
-        """`quick`: two ranks, and tables that need no TorchRec, so that a start takes less time."""
+        """`quick`: never more than two ranks, which start sooner."""
         self.random = np.random.default_rng((number, 7))
         self.kind, self.data, self.place, self.quick = kind, data, place, quick
         self.on_hosts = kind in ON_HOSTS
@@ -112,8 +113,7 @@ class Trial:
     def words(self, *more: str) -> list[str]:
         """Of the command, but for where it writes."""
         ways = ["--transport.urgent", self.ways[0], "--transport.deferred", self.ways[1]]
-        precision = ["--train.precision", "fp64"] if self.quick else []
-        return [*RECIPE, "--data", str(self.data), *ways, *precision, *more]
+        return [*RECIPE, "--data", str(self.data), *ways, *more]
 
     def start(self, *more: str, **environment: str) -> Run:
         return Run(self.place, self.words("--nproc", str(self.count), *more), **environment)
@@ -270,6 +270,18 @@ def lost_host(trial: Trial) -> list[Run]:
         return _finished(runs)
 
 
+def lost_store(trial: Trial) -> list[Run]:
+    """The host that serves the store is lost: the other ends with an error, and somebody starts the run again."""
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts)
+        runs[0].wait_for(max(trial.step, SAVE_EVERY + 2))
+        os.killpg(runs[0].agent, signal.SIGKILL)
+        code = runs[1].ended()
+        _require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}")
+        again = [_on_host(trial, hosts, host, "2", 4, "--resume") for host in (0, 1)]
+        return _finished(again)
+
+
 KINDS: dict[str, Callable[[Trial], list[Run]]] = {
     "kill": kill,
     "stop": stop,
@@ -280,12 +292,13 @@ KINDS: dict[str, Callable[[Trial], list[Run]]] = {
     "slow link": slow_link,
     "bad sample": bad_sample,
     "lost host": lost_host,
+    "lost store": lost_store,
     "agent": agent,
     "cut link": cut_link,
     "full for good": full_for_good,
     "pause": pause,
 }
-ON_HOSTS = ("cut and mended", "slow link", "lost host", "cut link")
+ON_HOSTS = ("cut and mended", "slow link", "lost host", "lost store", "cut link")
 ON_SMALL_DISK = ("full", "full for good")
 OFTEN = ("kill", "kill", "kill", "kill", "stop", "stop", "corrupt", "corrupt", "full", "fsync", "fsync")
 
@@ -365,13 +378,6 @@ def losses(run: Path) -> list[int]:
     return [entry["step"] for entry in metrics(run) if entry["kind"] == "train"]
 
 
-def failing_disk_at(folder: Path) -> Path:
-    """The library that makes a disk fail, built into a folder."""
-    library, source = folder / "disk.so", Path(__file__).parent / "disk.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
 class _DiskOf:
     """Where a run writes: a small disk of its own, where it is to fill up."""
 
@@ -390,9 +396,9 @@ class _DiskOf:
             subprocess.run(["umount", "-l", self._mounted], check=True)
 
 
-def _on_host(trial: Trial, hosts: labs.Lab, host: int, asked: str, restarts: int) -> Run:
+def _on_host(trial: Trial, hosts: labs.Lab, host: int, asked: str, restarts: int, *more: str) -> Run:
     meet = f"{labs.ADDRESS.format(1)}:29471"
-    words = trial.words("--nproc", "1", "--hosts", asked, "--meet", meet, "--restarts", str(restarts))
+    words = trial.words("--nproc", "1", "--hosts", asked, "--meet", meet, "--restarts", str(restarts), *more)
     return Run(trial.place, words, host=hosts.hosts[host])
 
 
@@ -453,6 +459,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--quick", action="store_true", help="never more than two ranks")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     baselines, found = Baselines(), []
@@ -460,7 +467,7 @@ def main() -> None:
         data = make_data(Path(folder) / "data")
         for number in range(options.first, options.first + options.faults):
             kind = options.kinds[number % len(options.kinds)] if options.kinds else kind_of(number)
-            found.append(trial_of(number, kind, data, baselines))
+            found.append(trial_of(number, kind, data, baselines, quick=options.quick))
             print(json.dumps(found[-1]), flush=True)
             save(options.out, [summary_of(found), *found])
     print(json.dumps(summary_of(found)), flush=True)

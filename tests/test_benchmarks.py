@@ -56,24 +56,23 @@ def test_ranking_comes_near_the_planted_optimum(tmp_path: Path) -> None:
         assert 0.97 < result[label]["ratio_of_truth"] < 1.03
 
 
-def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path) -> None:
-    out = tmp_path / "elastic.json"
-    command = [sys.executable, BENCHMARKS / "elastic.py", "sizes", "--ranks", "2", "--out", out]
-    subprocess.run(command, check=True, capture_output=True)
+def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path, whole_form: bool) -> None:
+    out, size = tmp_path / "elastic.json", [] if whole_form else ["--ranks", "2", "--steps", "40"]
+    subprocess.run([sys.executable, BENCHMARKS / "elastic.py", "sizes", *size, "--out", out], check=True)
     (result,) = json.loads(out.read_text())["results"]
-    assert result["exit_codes"] == [0, 0]
-    assert result["ranks"] == [1, 2]
+    assert set(result["exit_codes"]) == {0}
+    assert result["ranks"] == ([2, 3, 4] if whole_form else [1, 2])
     assert result["steps_once_each"]
     assert result["largest_relative_difference"] < 1e-9
 
 
 def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "0.3", "--every", "8", "--out", out]
+    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "0.1", "--every", "5", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["exit_code"] == 130
-    assert result["faults"] >= 2
+    assert result["faults"] >= 1
     for first, last in (result["first_and_last"][f"agent {what}"] for what in ("threads", "descriptors")):
         assert last <= first
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.faults import failing_disk_at
+from benchmarks.disk import failing_disk_at
 
 
 @pytest.fixture(scope="module")

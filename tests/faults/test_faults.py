@@ -1,22 +1,18 @@
 """Promise: whatever happens to a run, it ends with what the undisturbed one learnt, or with one clear error in time."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-from benchmarks.faults import KINDS, Baselines, make_data, trial_of
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+IN_CI = ["corrupt", "cut and mended", "bad sample"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("faults") / "data")
-
-
-@pytest.fixture(scope="module")
-def baselines() -> Baselines:
-    return Baselines()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "pause"])
-def test_nothing_is_lost(kind: str, data: Path, baselines: Baselines) -> None:
-    found = trial_of(1000, kind, data, baselines, quick=True)
-    assert found["ok"], f"{found['outcome']}\n{found['said']}"
+def test_nothing_is_lost(tmp_path: Path, whole_form: bool) -> None:
+    out, kinds = tmp_path / "faults.json", [] if whole_form else ["--kinds", *IN_CI]
+    count = "14" if whole_form else str(len(IN_CI))
+    subprocess.run([sys.executable, BENCHMARK, "--quick", "--faults", count, *kinds, "--out", out], check=True)
+    _, *faults = json.loads(out.read_text())["results"]
+    assert [fault for fault in faults if not fault["ok"]] == []
+    assert len(faults) == int(count)

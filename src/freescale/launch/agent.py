@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
-from freescale.errors import INTERRUPTED, TransportError
+from freescale.errors import INTERRUPTED, TransportError, reason
 from freescale.launch.decide import Seen, Verdict, decide
 from freescale.launch.meeting import SILENT_SECONDS, Meeting
 from freescale.launch.ranks import LocalRanks
@@ -34,8 +34,9 @@ class Agent:
     def __init__(self, meeting: Meeting, words: Sequence[str], *, ranks: int, restarts: int) -> None:
         self._meeting, self._words, self._ranks, self._restarts = meeting, words, ranks, restarts
         self._local: LocalRanks | None = None
-        self._asked_at = 0.0
+        self._asked_at = self._paused_at = 0.0
         self._looked, self._beaten = time.monotonic(), 0.0
+        self._ended = threading.Event()
         self._before: Verdict | None = None
         """How the generation before ended."""
 
@@ -48,8 +49,12 @@ class Agent:
             while code is None:
                 code = self._generation(generation)
                 generation += 1
+            self._ended.set()
             self._meeting.leave()
+        except RuntimeError as error:  # torch's, of a connection that was closed
+            raise self._without_store(reason(error)) from error
         finally:
+            self._ended.set()
             if self._local is not None:
                 self._local.end()
             for kind, handler in before.items():
@@ -107,23 +112,24 @@ class Agent:
     def _verdict(self, number: int, first: dict[int, int]) -> Verdict:
         """Watch the ranks of this host until it is decided what becomes of all."""
         told: list[int | None] | None = None
-        paused, lost_at = False, 0.0
+        self._paused_at = lost_at = 0.0
         while (verdict := self._meeting.concluded(number)) is None:
             self._look()
             if self._local is not None:
                 if (codes := self._codes(self._local)) != told:
                     told = codes
                     self._meeting.report(number, codes)
-                if not paused and self._meeting.paused(number):
-                    paused = True
+                if not self._paused_at and self._meeting.paused(number):
+                    self._paused_at = time.monotonic()
                     self._local.signal(signal.SIGTERM)
             if self._meeting.serves:
                 lost_at = self._conclude_if_due(number, first, lost_at)
         return verdict
 
     def _codes(self, local: LocalRanks) -> list[int | None]:
-        """Of ranks that were asked to end, some may not have known yet how to do so well."""
-        if self._asked_at and time.monotonic() - self._asked_at > _SECONDS_TO_SAVE:
+        """Of ranks that were asked to end, some may not have known yet how to do so well, and some never do."""
+        asked_at = self._asked_at or self._paused_at
+        if asked_at and time.monotonic() - asked_at > _SECONDS_TO_SAVE:
             local.end()
         return [INTERRUPTED if self._asked_at and code and code < 0 else code for code in local.codes()]
 
@@ -173,17 +179,22 @@ class Agent:
     def _watch_the_store(self) -> None:
         """A call to a store behind a link that was cut may never return: then this host is alone, and ends."""
         while time.monotonic() - self._looked < SILENT_SECONDS:
-            time.sleep(_LOOK_SECONDS)
+            if self._ended.wait(_LOOK_SECONDS):
+                return
         if self._local is not None:
             self._local.end()
-        address = "{}:{}".format(*self._meeting.address)
-        error = TransportError(
-            f"the store at {address} has not answered for {SILENT_SECONDS:.0f} s",
-            remedy="see whether that host is up and reachable; start this agent again to take part again",
-        )
+        error = self._without_store(f"no answer for {SILENT_SECONDS:.0f} s")
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
         os._exit(error.exit_code)
+
+    def _without_store(self, why: str) -> TransportError:
+        address, port = self._meeting.address
+        return TransportError(
+            f"the store at {address}:{port} is lost, and with it this host",
+            where=why,
+            remedy="see whether that host is up and reachable; start this agent again to take part again",
+        )
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Pass it on: the ranks of all hosts agree to end after a step, and save."""

@@ -1,0 +1,11 @@
+"""Builds the disk that fails (see `disk.c`)."""
+
+import subprocess
+from pathlib import Path
+
+
+def failing_disk_at(folder: Path) -> Path:
+    """The library, built into a folder."""
+    library, source = folder / "disk.so", Path(__file__).parent / "disk.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
