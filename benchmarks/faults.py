@@ -26,6 +26,7 @@ import numpy as np
 
 import lab as labs
 from disk import failing_disk_at
+from freescale.train.journal import entries
 from record import save
 
 STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0
@@ -367,10 +368,7 @@ def learnt(run: Path) -> dict[str, bytes]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What a run noted; where its disk stayed full, half a line may be the last."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return list(entries(run))
 
 
 def losses(run: Path) -> list[int]:

@@ -74,7 +74,7 @@ def read(run: Path) -> dict[int, list[Note]]:
         if len(content) != _SLOTS * _RECORD.size or not number.isdigit():
             raise DataError("this is no flight record", where=str(path), remedy="remove the file")
         notes = [
-            Note(order, at, step, phase.rstrip(b"\0").decode(errors="replace"), _text(what))
+            Note(order, at, step, _text(phase), _text(what))
             for order, at, step, phase, what in _RECORD.iter_unpack(content)
             if order
         ]

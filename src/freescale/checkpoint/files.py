@@ -22,10 +22,14 @@ from torch import Tensor
 from freescale.errors import FreeScaleError, reason
 
 _PIECE_BYTES = 1 << 24
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-}
+_KNOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {_name(dtype): dtype for dtype in _KNOWN}
 
 
 class CheckpointError(FreeScaleError):
@@ -94,7 +98,7 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> None:
             for begin, some in _cut(rows):
                 raw = _raw(some)
                 place = (tuple(rows.shape[1:]), part.rows, part.first + begin, len(some), file.tell())
-                pieces.append(_Piece(name, str(rows.dtype).removeprefix("torch."), *place, zlib.crc32(raw)))
+                pieces.append(_Piece(name, _name(rows.dtype), *place, zlib.crc32(raw)))
                 file.write(raw)
         file.flush()
         os.fsync(file.fileno())
@@ -169,7 +173,7 @@ def _fill(file: Any, piece: _Piece, part: Part, folder: Path) -> int:
     """Copy into a part what a piece has of its rows; gives their number."""
     into = _as_rows(part.local)
     found = (piece.dtype, piece.shape, piece.rows)
-    expected = (str(into.dtype).removeprefix("torch."), tuple(into.shape[1:]), part.rows)
+    expected = (_name(into.dtype), tuple(into.shape[1:]), part.rows)
     if found != expected:
         raise _unfit(f"'{piece.name}' is {_told(*found)}, where this run has {_told(*expected)}", folder)
     file.seek(piece.at)

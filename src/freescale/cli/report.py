@@ -17,6 +17,7 @@ from freescale.bubbles.summary import Summary, summarize
 from freescale.bubbles.trace import trace_of
 from freescale.cli.options import parse, print_json, print_table
 from freescale.errors import UsageError
+from freescale.train.journal import entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,7 @@ def _tell_how_it_was_lost(run: Path) -> None:
 
 def _recoveries(run: Path) -> str:
     """How often ranks were started again, and how long it took until they had done a step."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    took = [entry["seconds"] for entry in map(json.loads, lines) if entry["kind"] == "recovery"]
+    took = [entry["seconds"] for entry in entries(run) if entry["kind"] == "recovery"]
     if not took:
         return ""
     return f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s\n"

@@ -3,10 +3,11 @@
 Rank 0 writes; on the others this does nothing.
 """
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from freescale.errors import reason
 from freescale.log import notice
 
 FILE = "metrics.jsonl"
+
+
+def entries(run: Path) -> Iterator[dict[str, Any]]:
+    """What a run noted. Who was killed, or had a full disk, may have left half a line."""
+    path = run / FILE
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "kind" in entry and type(entry.get("step")) is int:
+                yield entry
 
 
 class Journal:
@@ -66,8 +77,8 @@ class Journal:
         """Drop entries beyond a step, which will be done again, and half a line that may have been left."""
         if not self._leads:
             return
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
-        self._path.write_text("".join(line for line in lines if _upto(line, step)), encoding="utf-8")
+        kept = [json.dumps(entry) + "\n" for entry in entries(self._path.parent) if entry["step"] <= step]
+        self._path.write_text("".join(kept), encoding="utf-8")
         self._unwritten = b""
 
     def _add(self, line: str) -> None:
@@ -88,13 +99,6 @@ class Journal:
             self._bar.stop()
         if self._board is not None:
             self._board.close()
-
-
-def _upto(line: str, step: int) -> bool:
-    try:
-        return line.endswith("\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _bar(steps: int) -> Progress:

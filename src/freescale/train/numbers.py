@@ -46,8 +46,8 @@ class Judge:
         """What is wrong with a gradient of this norm, if anything."""
         if not math.isfinite(norm):
             return "the gradient is not finite"
-        usual = statistics.median(self._recent) if len(self._recent) >= _ENOUGH else 0.0
-        if self._spike and usual and norm > self._spike * usual:
+        usual = statistics.median(self._recent) if self._spike and len(self._recent) >= _ENOUGH else 0.0
+        if usual and norm > self._spike * usual:
             return f"the gradient is {norm / usual:.0f} times what it was"
         self._recent.append(norm)
         return ""
@@ -78,9 +78,8 @@ class Fault:
 
     def entry(self, *, kept: bool) -> dict[str, Any]:
         """For the metrics. `kept`: the step stays, without a change."""
-        return {"kind": "fault", "step": self.step if kept else 0, "at": self.step, "what": self.what} | {
-            "samples": list(self.samples)
-        }
+        entry = {"kind": "fault", "step": self.step if kept else 0, "at": self.step, "what": self.what}
+        return entry | {"samples": list(self.samples)}
 
     def error(self) -> NumbersError:
         """Where training has to end."""
