@@ -4,8 +4,9 @@
     python benchmarks/elastic.py soak [--minutes 30] [--every 60] [--out FILE.json]
 
 sizes: 4 ranks lose 2, then a third and a fourth join again, each with an agent of its own; in fp64 the result is that
-of 4 undisturbed ranks to 1e-9. soak: training under one fault a minute; memory, descriptors and threads of the launcher
-and of ranks of the same age, and the files of the run, must not grow.
+of 4 undisturbed ranks to 1e-9. soak: training under one fault a minute; memory, descriptors and threads of the
+launcher, of the process that ranks are forked from and of ranks of the same age, and the files of the run, must not
+grow.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from freescale.checkpoint.files import Part, read_json
 from record import save
 
 RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
+WATCHED = ("agent", "nursery", "rank")
 SAMPLE_AT_SECONDS = 15.0
 """After a start, when ranks of every generation have done the same."""
 
@@ -97,13 +99,15 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     words = [*RECIPE, "--train.max-steps", "10000000", "--data", str(data), "--nproc", "2", "--restarts", "100000"]
     run = Run(folder / "run", [*words, "--train.save-every", "40"])
     random, seen = np.random.default_rng(0), []
+    run.wait_for(1)
     until = time.monotonic() + 60 * minutes
     while time.monotonic() < until:
         begun, minute = run.said.count("recovered in"), time.monotonic()
         time.sleep(min(every, SAMPLE_AT_SECONDS))
         ranks = run.ranks()
         files = sum(len(names) for _, _, names in os.walk(folder / "run"))
-        seen.append({"agent": usage(run.agent), "rank": usage(ranks[0]), "files": files})
+        held = zip(WATCHED, (run.agent, parent(ranks[0]), ranks[0]), strict=True)
+        seen.append({**{who: usage(process) for who, process in held}, "files": files})
         print(json.dumps(seen[-1]), flush=True)
         time.sleep(max(0.0, every - (time.monotonic() - minute)))
         kind = signal.SIGKILL if random.random() < 0.8 else signal.SIGSTOP
@@ -112,10 +116,15 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
             time.sleep(0.1)
     os.kill(run.agent, signal.SIGTERM)
     code = run.ended()
-    grown = {
-        f"{who} {what}": [seen[0][who][what], seen[-1][who][what]] for who in ("agent", "rank") for what in seen[0][who]
-    }
+    first, last = seen[0], seen[-1]
+    grown = {f"{who} {what}": [first[who][what], last[who][what]] for who in WATCHED for what in first[who]}
+    grown["files"] = [first["files"], last["files"]]
     return {"minutes": minutes, "exit_code": code, "faults": len(seen), "first_and_last": grown, "seen": seen}
+
+
+def parent(pid: int) -> int:
+    """Of a rank: the process that it was forked from."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def usage(pid: int) -> dict[str, float]:

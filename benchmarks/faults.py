@@ -62,8 +62,7 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Processes of the ranks, in order."""
-        children = Path(f"/proc/{self.agent}/task/{self.agent}/children")
-        return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        return [rank for child in _children(self.agent) for rank in _children(child)]
 
     @property
     def agent(self) -> int:
@@ -411,6 +410,11 @@ def _finished(runs: list[Run]) -> list[Run]:
     for run in runs:
         run.ended()
     return runs
+
+
+def _children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in children.read_text().split()] if children.exists() else []
 
 
 def _signal(run: Run, rank: int, kind: signal.Signals) -> None:

@@ -23,7 +23,8 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         hosts = [] if lab is None else lab.hosts
-        mp.spawn(_run, (ranks, port, hosts, result, function, arguments), nprocs=ranks)
+        mp.set_forkserver_preload(["torchrec"])  # imported once, and not by every rank of every measurement
+        mp.start_processes(_run, (ranks, port, hosts, result, function, arguments), ranks, start_method="forkserver")
         return pickle.loads(result.read_bytes())
 
 

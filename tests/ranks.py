@@ -1,7 +1,8 @@
 """Real ranks for tests: processes over gloo on the loopback, started once and sent work.
 
-A process takes seconds to import torch, so a test module starts its ranks once (see the fixture in `conftest`) and
-sends them module-level functions. Every wait has a deadline; what a rank raises is raised here with its rank.
+A process takes seconds to import torch, so ranks are forked from one that has, and a test module starts its ranks once
+(see the fixture in `conftest`) and sends them module-level functions. Every wait has a deadline; what a rank raises is
+raised here with its rank.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ class Ranks:
     """Some processes that form one gloo group."""
 
     def __init__(self, ranks: int, lab: Lab | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torchrec"])
         # The store lives in this process, so that any rank may die without taking it along. Hosts of a lab do not
         # reach this process; they meet in a file.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -60,7 +62,7 @@ class Ranks:
         self.processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, meet, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, meet, theirs, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -118,7 +120,8 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if meet.hosts else "lo"

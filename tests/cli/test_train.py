@@ -107,6 +107,10 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     assert losses(out) == losses(whole)
 
 
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
 def killed(command: list[str], *, at: str) -> tuple[int, str]:
     """Kill the last rank of a run when it says a line; gives its exit code and what it said afterwards."""
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -114,8 +118,8 @@ def killed(command: list[str], *, at: str) -> tuple[int, str]:
     for line in running.stderr:
         if line.startswith(at):
             break
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    ranks = [rank for child in children(running.pid) for rank in children(child)]
+    os.kill(ranks[-1], signal.SIGKILL)
     said = running.stderr.read()
     return running.wait(timeout=60), said
 

@@ -1,11 +1,6 @@
-"""Promise: agents meet at one address and nowhere else; a rank ends with the agent that started it."""
+"""Promise: agents meet at one address and nowhere else."""
 
-import os
-import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,22 +51,3 @@ def test_the_first_agent_serves_and_others_find_it() -> None:
 def test_an_address_that_cannot_be_used_is_said() -> None:
     with pytest.raises(UsageError, match="cannot listen at"):
         Meeting(Hosts(address="no such host"), ranks=1)
-
-
-def test_a_rank_ends_with_the_agent_that_started_it() -> None:
-    child = "from freescale.launch.ranks import end_with_parent; end_with_parent(); print('up', flush=True); input()"
-    agent = (
-        "import os, sys, subprocess, time;"
-        f"one = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE,"
-        " env={**os.environ, 'FREESCALE_AGENT': str(os.getpid())});"
-        "one.stdout.readline(); print(one.pid, flush=True); time.sleep(60)"
-    )
-    running = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    rank = int(running.stdout.readline())
-    os.kill(running.pid, signal.SIGKILL)
-    running.wait()
-    until = time.monotonic() + 10
-    while Path(f"/proc/{rank}").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text():
-        assert time.monotonic() < until, "the rank lives on"
-        time.sleep(0.05)

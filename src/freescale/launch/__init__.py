@@ -17,17 +17,22 @@ def launched_instead(words: Sequence[str], *, ranks: int, hosts: Hosts | None = 
     """
     # Before torch is imported: it warns of DDP's search for unused parameters, which we want (see `train.network`).
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if _is_rank() or (ranks == 1 and hosts is None and not restarts):
+        return None
+    from freescale.launch.ranks import prepare, wait_until_prepared
+
+    prepare()  # while this process imports what it needs itself
     from freescale.launch.agent import Agent
     from freescale.launch.meeting import Meeting
-    from freescale.launch.ranks import end_with_parent
-    from freescale.transport.world import launched
 
-    end_with_parent()
-    if launched() or (ranks == 1 and hosts is None and not restarts):
-        return None
-    hosts = hosts or Hosts()
-    meeting = Meeting(hosts, ranks)
+    wait_until_prepared()
+    meeting = Meeting(hosts or Hosts(), ranks)
     try:
         return Agent(meeting, words, ranks=ranks, restarts=restarts).run()
     finally:
         meeting.close()
+
+
+def _is_rank() -> bool:
+    """Whether a launcher (this one, torchrun or SLURM) started this process as one of several ranks."""
+    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)

@@ -1,51 +1,83 @@
-"""The ranks of one generation on this host: processes that are started, watched and ended."""
+"""The ranks of one generation on this host: processes that are started, watched and ended.
+
+They are forked from one process that has imported what takes seconds (see `nursery`): ranks that are started again are
+there at once.
+"""
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 
-_PARENT = "FREESCALE_AGENT"
-_PR_SET_PDEATHSIG = 1
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class LocalRanks:
     """Runs `freescale WORDS` once per rank."""
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        own = {_PARENT: str(os.getpid())}
-        self._processes = [
-            subprocess.Popen([sys.executable, "-m", "freescale", *words], env={**os.environ, **own, **more})
-            for more in environments
-        ]
+        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more)) for more in environments]
+        for process in self._processes:
+            process.start()
 
     def codes(self) -> list[int | None]:
         """The exit code of each rank; None while it runs, below 0 the signal that ended it."""
-        return [process.poll() for process in self._processes]
+        return [process.exitcode for process in self._processes]
 
     def signal(self, kind: signal.Signals) -> None:
         """Pass a signal on to those that run."""
         for process in self._processes:
-            if process.poll() is None:
+            if process.exitcode is None and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(kind)
+                    os.kill(process.pid, kind)
 
     def end(self) -> None:
         """Kill those that run: they have had their time."""
         self.signal(signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            process.join()
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the agent that started it dies, so that none is left behind."""
-    parent = os.environ.get(_PARENT)
-    if parent is None:
-        return
+def prepare() -> None:
+    """Begin to import, in a process of its own, what ranks need."""
+    _CONTEXT.set_forkserver_preload(["freescale.launch.nursery"])
+    forkserver.ensure_running()
+
+
+def wait_until_prepared() -> None:
+    """Return when ranks would start at once."""
+    first = _CONTEXT.Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _be_rank(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What a forked process does: `freescale WORDS`, as if it had been started with this environment."""
+    from freescale.launch.nursery import HELD_BACK
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    os.environ.update(environment)
+    end_with_parent(name=f"freescale-r{environment['RANK']}")
+    agent = multiprocessing.parent_process()
+    if agent is None or not agent.is_alive():
+        sys.exit("the agent that started this rank is gone")
+    sys.argv[1:] = words
+    runpy.run_module("freescale", run_name="__main__")
+
+
+def end_with_parent(name: str) -> None:
+    """Let the kernel kill this process when its parent dies, so that none is left behind. `name`: what `top` shows."""
     with contextlib.suppress(AttributeError):  # systems other than Linux have no such call
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        sys.exit(f"the agent {parent} that started this rank is gone")
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_NAME, name.encode())

@@ -42,11 +42,6 @@ class World:
         return self.rank == 0
 
 
-def launched() -> bool:
-    """Whether a launcher (torchrun or SLURM) started this process as one of several ranks."""
-    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)
-
-
 def generation() -> int:
     """How often a launcher has started these ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

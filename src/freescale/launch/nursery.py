@@ -1,0 +1,21 @@
+"""What the process that ranks are forked from does before it forks any. Importing this module does it.
+
+Torch and TorchRec take five seconds to import: here once, and not for every rank of every generation.
+"""
+
+import os
+import signal
+
+from freescale.launch.ranks import end_with_parent
+
+end_with_parent(name="freescale-fork")
+
+HELD_BACK = {signal.SIGTERM, signal.SIGINT}
+"""Signals to all processes of a job are meant for its ranks: if this one ended, they would be killed amid their saving.
+A rank that was just forked gets them when it lets them come."""
+signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+
+# To count devices must not initialize CUDA: a process that is forked afterwards could not use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torchrec  # noqa: E402, F401

@@ -1,0 +1,102 @@
+"""Promise: ranks that were started are watched, end with their agent, and are not asked to end by way of another."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from freescale.launch.ranks import LocalRanks, prepare, wait_until_prepared
+
+AGENT = """
+import os, sys, time
+from freescale.launch.ranks import LocalRanks, prepare
+
+if __name__ == "__main__":
+    prepare()
+    LocalRanks(["data", "synth", "--users", "100000000", sys.argv[1]], [{"RANK": "0"}, {"RANK": "1"}])
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    prepare()
+    wait_until_prepared()
+
+
+def named(name: str) -> list[int]:
+    """Processes of a name that run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "comm").read_text() == f"{name}\n" and "Z" not in (process / "stat").read_text().split()[2]:
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def codes(ranks: LocalRanks) -> list[int | None]:
+    until = time.monotonic() + 30
+    while None in ranks.codes() and time.monotonic() < until:
+        time.sleep(0.01)
+    return ranks.codes()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """An agent whose ranks are named as no others are, and would take hours."""
+    script = tmp_path / "agent.py"
+    script.write_text(AGENT.replace('"0"', f'"0{os.getpid()}"').replace('"1"', f'"1{os.getpid()}"'))
+    agent = subprocess.Popen([sys.executable, script, tmp_path / "data"], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "started\n"
+    yield agent
+    agent.kill()
+    agent.wait()
+
+
+def ranks_of_the_agent() -> list[int]:
+    return named(f"freescale-r0{os.getpid()}"[:15]) + named(f"freescale-r1{os.getpid()}"[:15])
+
+
+def test_the_exit_code_of_each_rank_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
+    assert codes(ranks) == [2, 2, 2]
+    assert codes(LocalRanks(["--version"], [{"RANK": "0"}])) == [0]
+
+
+def test_a_rank_that_was_killed_is_told_by_its_signal(tmp_path: Path) -> None:
+    ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
+    assert ranks.codes() == [None]
+    ranks.signal(signal.SIGTERM)
+    assert codes(ranks) == [-signal.SIGTERM]
+
+
+def test_what_does_not_end_is_ended(tmp_path: Path) -> None:
+    ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
+    ranks.end()
+    assert ranks.codes() == [-signal.SIGKILL]
+
+
+def test_ranks_end_with_the_agent_that_started_them(running: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 20
+    while len(ranks_of_the_agent()) < 2:
+        assert time.monotonic() < until, "the ranks are not there"
+        time.sleep(0.01)
+    os.kill(running.pid, signal.SIGKILL)
+    while ranks_of_the_agent():
+        assert time.monotonic() < until, "a rank lives on"
+        time.sleep(0.01)
+
+
+def test_ranks_that_are_started_again_are_there_at_once() -> None:
+    begin = time.monotonic()
+    assert codes(LocalRanks(["--version"], [{"RANK": str(rank)} for rank in range(4)])) == [0, 0, 0, 0]
+    assert time.monotonic() - begin < 4, "four that import torch take longer"
