@@ -29,14 +29,22 @@ void disk_fails(const char *where, int number, int error)
 
 int disk_calls(void) { return seen; }
 
-__attribute__((constructor)) static void begin(void)
+/* A rank learns which one it is after it was forked. */
+static void listen_once(void)
 {
+    static int told;
     const char *where = getenv("FAILING_DISK"), *rank = getenv("RANK");
-    if (where && rank && !strcmp(rank, getenv("FAILING_RANK")))
+    if (told || !rank) return;
+    told = 1;
+    if (where && !strcmp(rank, getenv("FAILING_RANK")))
         disk_fails(where, atoi(getenv("FAILING_CALL")), atoi(getenv("FAILING_ERROR")));
 }
 
-static int is_inside(const char *path) { return folder[0] && !strncmp(path, folder, strlen(folder)); }
+static int is_inside(const char *path)
+{
+    listen_once();
+    return folder[0] && !strncmp(path, folder, strlen(folder));
+}
 
 static int path_of(int fd, char *path)
 {

@@ -59,7 +59,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--meet", f"127.0.0.1:{port}"]
     run = folder / "elastic"
     first = Run(run, elastic)
-    time.sleep(2.0)  # so that it is the one that serves
+    _wait_for_listener(port)  # so that it is the one that serves
     agents = [first, *(Run(run, elastic) for _ in range(ranks - 1))]
     first.wait_for(10)
     for lost in agents[ranks // 2 :]:
@@ -81,6 +81,15 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
         "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, steps + 1)),
         "largest_relative_difference": apart,
     }
+
+
+def _wait_for_listener(port: int) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        with socket.socket() as asked:
+            if asked.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
 
 
 def _wait_for_ranks(run: Run, count: int) -> None:

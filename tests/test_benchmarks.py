@@ -246,3 +246,17 @@ def test_every_kind_of_file_is_fuzzed(tmp_path: Path) -> None:
     results = json.loads(out.read_text())["results"]
     assert {result["target"] for result in results} >= {"config", "data", "kineto", "cluster", "run"}
     assert all(result["inputs"] >= 18 for result in results)
+
+
+@pytest.mark.quiet
+def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    options = ["--presets", "heavy", "--ranks", "2", "--steps", "8", "--turns", "1", "--exact-steps", "3", "--no-real"]
+    subprocess.run([sys.executable, BENCHMARKS / "step.py", *options, "--out", out], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    ways = {one["way"]: one for one in result["ways"]}
+    assert 0.3 < ways["everything"]["fewer_bubbles_than_torchrec"] < 1
+    for one in result["exact"]:
+        assert one["bitwise"] or one["way"] in ("balance", "everything", "TorchRec", "TorchRec SparseDist"), one
+        assert one["largest_relative"] < (1e-9 if one["precision"] == "fp64" else 1e-4), one
+    assert "compute alone" in (tmp_path / "step-heavy-2-timed.html").read_text()

@@ -5,14 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
-IN_CI = ["corrupt", "cut and mended", "bad sample"]
+ON_ONE_HOST = ["kill", "stop", "pause", "agent", "corrupt", "full", "fsync", "bad sample"]
+BETWEEN_HOSTS = ["cut and mended", "slow link", "lost host", "lost store"]
 
 
-def test_nothing_is_lost(tmp_path: Path, whole_form: bool) -> None:
-    out, kinds = tmp_path / "faults.json", [] if whole_form else ["--kinds", *IN_CI]
-    count = "14" if whole_form else str(len(IN_CI))
-    subprocess.run([sys.executable, BENCHMARK, "--quick", "--faults", count, *kinds, "--out", out], check=True)
+@pytest.mark.parametrize("kinds", [ON_ONE_HOST, BETWEEN_HOSTS], ids=["on one host", "between hosts"])
+def test_nothing_is_lost(kinds: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "faults.json"
+    command = [sys.executable, BENCHMARK, "--quick", "--faults", str(len(kinds)), "--kinds", *kinds, "--out", out]
+    subprocess.run(command, check=True)
     _, *faults = json.loads(out.read_text())["results"]
     assert [fault for fault in faults if not fault["ok"]] == []
-    assert len(faults) == int(count)
+    assert [fault["kind"] for fault in faults] == kinds

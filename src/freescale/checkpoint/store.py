@@ -86,11 +86,11 @@ class Store:
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="freescale-save")
         self._saving: Future[None] | None = None
-        # Ranks of an earlier start that was cut off may still write: they must not write into our files.
-        self._mark = transport.total(secrets.randbits(62) if self._rank == 0 else 0, name="mark")
-        if self._rank == 0:
+        if self._rank == 0:  # before any rank knows the mark, and could have begun to write
             for left_behind in folder.glob(f"step-*{_WRITING}"):
                 shutil.rmtree(left_behind)
+        # Ranks of an earlier start that was cut off may still write: they must not write into our files.
+        self._mark = transport.total(secrets.randbits(62) if self._rank == 0 else 0, name="mark")
 
     def save(self, step: int, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
         """Copy the tensors now, and write them while training goes on. What was saved before must have been waited for.

@@ -33,18 +33,22 @@ class Options:
     """public (unless given): Zipf 0.7 as in public data. production: Zipf 1.05. Items of planted are all as popular."""
     seed: int = 0
     """One seed, one log."""
+    shorter: int = 1
+    """How many times shorter histories are than the preset's, for machines that cannot train on whole ones."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the log and say how large it became."""
     options = parse(Options, argv, prog)
-    if options.users < 1 or (options.items is not None and options.items < 1) or options.seed < 0:
-        raise UsageError("--users and --items must be at least 1 and --seed 0 or more", remedy=f"see {prog} --help")
+    if min(options.users, options.items or 1, options.shorter) < 1 or options.items == 0 or options.seed < 0:
+        what = "--users, --items and --shorter must be at least 1 and --seed 0 or more"
+        raise UsageError(what, remedy=f"see {prog} --help")
     if options.preset == "planted":
         made = _plant(options)
     else:
-        size = {"users": options.users, "catalogue": options.items or 100_000, "seed": options.seed}
-        made = synthetic.write(options.target, options.preset, popularity=options.popularity or "public", **size)
+        size = {"users": options.users, "catalogue": options.items or 100_000, "shorter": options.shorter}
+        popularity = options.popularity or "public"
+        made = synthetic.write(options.target, options.preset, popularity=popularity, seed=options.seed, **size)
     say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
     return 0
 

@@ -42,6 +42,7 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors and notes; the files tell all")
     options, overrides = parser.parse_known_args(list(argv))
     if options.data is not None:
         overrides = ["--data.path", options.data, *overrides]
@@ -54,4 +55,5 @@ def _train(run_config: config.RunConfig, options: argparse.Namespace) -> int:
     from freescale.transport.world import join
 
     world = join(deadline=run_config.train.deadline)
-    return train(run_config, world, options.out, resume=options.resume, tensorboard=options.tensorboard)
+    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
+    return train(run_config, world, options.out, **asked)

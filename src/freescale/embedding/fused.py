@@ -16,7 +16,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
@@ -149,23 +149,40 @@ def fused_shard(tables: Sequence[Table], config: TablesConfig, group: ProcessGro
 
 
 def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> Any:
-    """One row-wise ShardedEmbeddingCollection, planned for this cluster's memory."""
+    """One row-wise ShardedEmbeddingCollection."""
+    return planned(collection_of(tables), tables, config, group, device, init_data_parallel=False).module
+
+
+def collection_of(tables: Sequence[Table]) -> EmbeddingCollection:
+    """Tables as TorchRec describes them before it shards them; each is one feature."""
     configs = [
         EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]) for t in tables
     ]
-    collection = EmbeddingCollection(device=torch.device("meta"), tables=configs)
+    return EmbeddingCollection(device=torch.device("meta"), tables=configs)
+
+
+def planned(
+    module: nn.Module,
+    tables: Sequence[Table],
+    config: TablesConfig,
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    init_data_parallel: bool = True,
+) -> DistributedModelParallel:
+    """Shard the collections of a module row-wise, as TorchRec plans them for this cluster's memory."""
     fused = {"optimizer": _OPTIMIZERS[config.optimizer], "learning_rate": config.lr, "eps": config.eps}
     sharders: list[Any] = [EmbeddingCollectionSharder(fused_params=fused)]
     constraint = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
     constraints, kept = {t.name: constraint for t in tables}, FixedPercentageStorageReservation(_KEPT_FREE)
     planner = EmbeddingShardingPlanner(_topology(group, device), constraints=constraints, storage_reservation=kept)
     try:
-        plan = planner.collective_plan(collection, sharders, group)
+        plan = planner.collective_plan(module, sharders, group)
     except PlannerError as error:
         what = f"the tables do not fit the memory of {group.size()} ranks: {reason(error)}"
         raise ConfigError(what, remedy="use more ranks, a smaller model.dim, or fewer rows") from error
     env = ShardingEnv.from_process_group(group)
-    return DistributedModelParallel(collection, env, device, plan, sharders, init_parameters=False).module
+    return DistributedModelParallel(module, env, device, plan, sharders, init_data_parallel, init_parameters=False)
 
 
 def _topology(group: ProcessGroup, device: torch.device) -> Topology:

@@ -77,9 +77,18 @@ def model_of(config: RunConfig, *, items: int) -> Model:
 
 
 def build(
-    config: RunConfig, world: World, folder: Path, *, model: Model | None = None, tensorboard: bool = False
+    config: RunConfig,
+    world: World,
+    folder: Path,
+    *,
+    model: Model | None = None,
+    tensorboard: bool = False,
+    quiet: bool = False,
 ) -> Trainer:
-    """Wire a run. `model`: one's own, instead of the one that the config names; it is trained, not evaluated."""
+    """Wire a run. `model`: one's own, instead of the one that the config names; it is trained, not evaluated.
+
+    `quiet`: it tells nothing while it goes; its files tell all.
+    """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
     _require_columns(config, loader)
@@ -96,7 +105,7 @@ def build(
     world.transport.watch(bubbles.recorder.begins)
     ways.urgent.watch(bubbles.recorder.begins)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
-    optimizer = _optimizer(config, assembly.network.parameters())
+    optimizer = optimizer_of(config, assembly.network.parameters())
     step = Step(
         parallel,
         assembly.tables,
@@ -126,7 +135,7 @@ def build(
         cost=cost,
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
-    journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard)
+    journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard, quiet=quiet)
     for line in [*assembly.plan, *ways.why]:
         journal.say(line)
     return Trainer(parts, folder, journal)
@@ -177,7 +186,8 @@ def _steps(config: RunConfig, loader: Loader) -> int:
     return min(steps, config.train.max_steps) if config.train.max_steps else steps
 
 
-def _optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the dense part."""
     train = config.train
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)

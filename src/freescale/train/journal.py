@@ -33,18 +33,21 @@ def entries(run: Path) -> Iterator[dict[str, Any]]:
 class Journal:
     """Progress on the terminal (plain lines where there is none), `metrics.jsonl`, and TensorBoard if asked for."""
 
-    def __init__(self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False) -> None:
-        self._leads, self._steps = leads, steps
+    def __init__(
+        self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False, quiet: bool = False
+    ) -> None:
+        """`quiet`: only the files are written."""
+        self._leads, self._steps, self._quiet = leads, steps, quiet
         if not leads:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._unwritten = folder / FILE, b""
         self._board = _tensorboard(folder) if tensorboard else None
-        self._bar = _bar(steps) if sys.stderr.isatty() else None
+        self._bar = _bar(steps) if sys.stderr.isatty() and not quiet else None
 
     def say(self, text: str) -> None:
         """Print a line for people."""
-        if not self._leads:
+        if not self._leads or self._quiet:
             return
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
@@ -54,7 +57,7 @@ class Journal:
     def progress(self, step: int, values: Mapping[str, float], *, seconds_left: float) -> None:
         """Note how training goes."""
         self.write({"kind": "train", "step": step, **values})
-        if not self._leads:
+        if not self._leads or self._quiet:
             return
         text = f"loss {values['loss']:.4f}  {values['samples/s']:,.0f} samples/s  {values['tokens/s']:,.0f} tokens/s"
         if self._bar is not None:

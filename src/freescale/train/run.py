@@ -17,7 +17,9 @@ from freescale.train.build import build
 from freescale.transport.world import World, generation, leave
 
 
-def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False) -> int:
+def train(
+    config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False, quiet: bool = False
+) -> int:
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)
     again = generation() > 0
@@ -27,7 +29,7 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
         )
     if newest is None and resume and not again:
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
-    trainer = build(config, world, folder, tensorboard=tensorboard)
+    trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
         trainer.saving.resume()
     elif again:
@@ -36,7 +38,7 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
         configs.save(config, folder / "config.toml")
         _link(folder)
     finished = trainer.fit()
-    trainer.close()
+    trainer.close(finished=finished)
     leave()
     return 0 if finished else INTERRUPTED
 

@@ -47,8 +47,9 @@ class Trainer:
                 signal.signal(kind, handler)
         return not stopped
 
-    def close(self) -> None:
-        """Say what was set aside and what was held, and end all output."""
+    def close(self, *, finished: bool = True) -> None:
+        """Say what was set aside and what was held, note how the run ended, and end all output."""
+        self._journal.write({"kind": "end", "step": self.at.done, "finished": finished})
         for line in [*self.parts.loader.report(), *self.parts.step.report()]:
             self._journal.say(line)
         self._journal.close()

@@ -5,7 +5,7 @@ is 20 + lognormal(4.28, 1.23); `heavy` is Zipf 1.2 on [1, 4096]. Items: Zipf 0.7
 production logs do. Rows come in the order of their last event, as a log would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -56,23 +56,37 @@ def write(
     catalogue: int = 100_000,
     popularity: Popularity = "public",
     seed: int = 0,
+    shorter: int = 1,
 ) -> Manifest:
-    """Write a synthetic data set; memory holds about a million events at a time."""
-    per_user = float(lengths(preset, _TRIAL, np.random.default_rng(seed)).mean())
+    """Write a synthetic data set; memory holds about a million events at a time.
+
+    `shorter`: how many times shorter histories are than the preset's, for machines that cannot train on whole ones.
+    """
+
+    def drawn(count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        return np.maximum(1, lengths(preset, count, rng) // shorter)
+
+    per_user = float(drawn(_TRIAL, np.random.default_rng(seed)).mean())
     note = f"synthetic: {preset}, {popularity} popularity over {catalogue:,} items, seed {seed}"
-    blocks = _blocks(preset, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
+    note += f", {shorter} times shorter" if shorter > 1 else ""
+    blocks = _blocks(drawn, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
     rows = writer.rows_per_group(users, int(users * per_user))
     with writer.new_folder(target) as folder:
         return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note)
 
 
 def _blocks(
-    preset: Preset, users: int, catalogue: int, popularity: Popularity, seed: int, block: int
+    drawn: Callable[[int, np.random.Generator], NDArray[np.int64]],
+    users: int,
+    catalogue: int,
+    popularity: Popularity,
+    seed: int,
+    block: int,
 ) -> Iterator[pa.Table]:
     for first in range(0, users, block):
         rng = np.random.default_rng([seed, first])
         user = np.arange(first, min(first + block, users), dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths(preset, len(user), rng))])
+        offsets = np.concatenate([[0], np.cumsum(drawn(len(user), rng))])
         item = listed(offsets, items(int(offsets[-1]), catalogue, popularity, rng))
         yield pa.table({"user_id": user, "item_id": item, "timestamp": listed(offsets, times(user, offsets, rng))})
 

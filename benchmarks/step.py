@@ -1,0 +1,92 @@
+"""The claim, end to end: the bubbles of a step, against TorchRec's plain loop and its SparseDist pipeline.
+
+    python benchmarks/step.py --out benchmarks/results/step.json
+
+What `freescale bench step` measures, on hosts of a lab (network namespaces, a rank each) whose links are shaped: 2 and
+4 ranks on the timed compute lane, and 2 ranks with real compute, without a bound, on the loopback. Histories as
+KuaiRand's, 32 times shorter, and `heavy`. A page of each is written beside the figures.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from freescale.bench import page, step
+from freescale.config import RunConfig, resolve
+from freescale.data.sources import synthetic
+from freescale.transport.world import World
+from lab import lab
+from processes import on_ranks
+from record import save
+
+PRESETS: dict[synthetic.Preset, int] = {"kuairand": 32, "heavy": 4}
+"""And how many times shorter histories are made."""
+
+
+def settings(options: argparse.Namespace, data: Path, ranks: int) -> RunConfig:
+    fields = {
+        "data.path": data,
+        "data.max-history": 1024,
+        "data.global-batch": options.samples * ranks,
+        "data.split": "none",
+        "model.dim": options.dim,
+        "model.layers": options.layers,
+        "task.negatives": options.negatives,
+        "train.max-steps": options.steps,
+        "train.log-every": 10**6,
+    }
+    return resolve("tiny", [word for name, value in fields.items() for word in (f"--{name}", str(value))])
+
+
+def measured(world: World, config: RunConfig, folder: Path, options: argparse.Namespace, timed: bool) -> Any:
+    found = step.measure(config, world, folder, turns=options.turns, timed=timed, say=print)
+    exact = step.compared(config, world, folder, steps=options.exact_steps) if world.ranks == 2 and timed else []
+    if not world.leads:
+        return None
+    figures = {"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]}
+    calibration = {"step": found.compute.step, "cost": found.compute.cost.constants, "off": found.compute.error}
+    return figures | {"calibration": calibration}, page.document(found, exact)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=float, default=1000, help="of the links between the hosts")
+    parser.add_argument("--samples", type=int, default=16, help="of a rank")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--negatives", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--exact-steps", type=int, default=8)
+    parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for preset in options.presets:
+            data = Path(folder) / preset
+            synthetic.write(data, preset, users=8000, catalogue=200_000, shorter=PRESETS[preset])
+            lanes = [(ranks, True) for ranks in options.ranks] + ([(2, False)] if options.real else [])
+            for ranks, timed in lanes:
+                place = Path(folder) / f"{preset}-{ranks}-{timed}"
+                words = settings(options, data, ranks), place, options, timed
+                if timed:
+                    with lab(ranks) as hosts:
+                        hosts.shape(options.mbit)
+                        figures, drawn = on_ranks(measured, ranks, *words, lab=hosts)
+                else:
+                    figures, drawn = on_ranks(measured, ranks, *words)
+                what = {"preset": preset, "ranks": ranks, "compute": "timed" if timed else "real"}
+                results.append(what | figures)
+                print(json.dumps(results[-1]), flush=True)
+                if options.out:
+                    options.out.with_name(f"step-{preset}-{ranks}-{what['compute']}.html").write_text(drawn)
+    save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

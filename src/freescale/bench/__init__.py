@@ -1,0 +1,1 @@
+"""Our claims, measured where this runs: each way to train takes turns with the others over the same samples."""

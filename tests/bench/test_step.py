@@ -1,0 +1,56 @@
+"""Promise: ways to train are compared within a turn, against compute alone, and the floor is told."""
+
+import pytest
+
+from freescale.balance.cost import Cost
+from freescale.bench import page
+from freescale.bench.compute import Compute
+from freescale.bench.step import AGAIN, PLAIN, SPARSE_DIST, WAYS, Exact, Found, Turn
+from freescale.bubbles.summary import Line, Summary
+
+COMPUTE = Compute(Cost(token=1e-6), 0.01, 0.02)
+
+
+def turn(way: str, step_ms: float, limit_ms: float) -> Turn:
+    lines = [
+        Line("forward", limit_ms, 0.5, "0", limit_ms, 0.0, ""),
+        Line("ids", step_ms - limit_ms, 0.5, "0", 1, 0, ""),
+    ]
+    return Turn(way, Summary(2, 8, step_ms, 0.0, 0.0, 0.0, lines), limit_ms)
+
+
+def found(*turns: dict[str, float]) -> Found:
+    """Of each turn: the step of ways, and of compute alone; other ways take 150 ms."""
+    made = [turn(way, given.get(way, 150.0), given["limit"]) for given in turns for way in WAYS]
+    return Found(2, 32, True, COMPUTE, made)
+
+
+def test_bubbles_are_compared_within_a_turn() -> None:
+    """The machine is half as quick in the second turn: nothing changes."""
+    quick = {PLAIN: 200.0, SPARSE_DIST: 140.0, "everything": 110.0, AGAIN: 200.0, "limit": 100.0}
+    slow = {name: 2 * ms for name, ms in quick.items()}
+    measured = found(quick, slow, quick)
+    assert measured.fewer("everything", PLAIN) == pytest.approx(0.9)
+    assert measured.fewer("everything", SPARSE_DIST) == pytest.approx(0.75)
+    (best,) = [one for one in measured.figures() if one["way"] == "everything"]
+    assert best["step_over_compute"] == pytest.approx(1.1)
+    assert best["bubble_ms"] == pytest.approx(10.0)
+    assert best["samples_per_second"] == pytest.approx(32 / 0.110)
+
+
+def test_the_floor_is_how_far_the_plain_loop_is_from_itself() -> None:
+    measured = found({PLAIN: 200.0, AGAIN: 210.0, "limit": 100.0}, {PLAIN: 200.0, AGAIN: 180.0, "limit": 100.0})
+    assert measured.floor() == pytest.approx((0.9, 1.05))
+
+
+def test_a_slower_way_is_said_to_have_more_bubbles() -> None:
+    measured = found({PLAIN: 200.0, "balance": 220.0, "limit": 100.0})
+    assert measured.fewer("balance", PLAIN) == pytest.approx(-0.2)
+    assert "-20.0%" in page.rows(measured.figures())[4]
+
+
+def test_the_page_names_every_way_and_what_it_learns() -> None:
+    exact = [Exact("priority", "nothing", "fp64", True, 0.0), Exact("balance", "nothing", "fp64", False, 2e-16)]
+    drawn = page.document(found({PLAIN: 200.0, "limit": 100.0}), exact)
+    for text in (*WAYS, "compute alone", "the same bits", "off by at most 2.0e-16"):
+        assert text in drawn
