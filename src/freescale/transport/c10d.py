@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class C10d:
         return work.get_future().then(lambda done: landed(done.value()[0]))
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving: see `pieces.Busy`."""
+        """Whether a transfer that began here may be moving: see `Transport`."""
         begun = [begun for work, begun in list(self._under_way.items()) if not work.is_completed()]
         if not begun or not rate:
             return bool(begun)
@@ -111,8 +112,8 @@ class C10d:
             work = begin()
         if work is None:
             raise RuntimeError(f"{name}: this rank is not in the group")
-        landed, told = self._note(work, size), {"operation": name, "peers": self.peers, "deadline": self.deadline}
-        return Handle(_Waiting(work, self), lambda: landed(finish()), flight=flight, **told)
+        landed = self._note(work, size)
+        return Handle(name, self, flight, partial(self._wait, work), lambda: landed(finish()))
 
     def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
         """A transfer is under way until its result is passed through what this gives."""
@@ -124,22 +125,16 @@ class C10d:
 
         return landed
 
-
-class _Waiting(NamedTuple):
-    """A transfer of a group that may lose a rank."""
-
-    work: dist.Work
-    transport: C10d
-
-    def wait(self, timeout: timedelta) -> None:
-        if self.transport.device.type != "cpu":
-            self.work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
+    def _wait(self, work: dist.Work, seconds: float) -> None:
+        """For a transfer of a group that may lose a rank."""
+        if self.device.type != "cpu":
+            work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
             return
-        until = time.monotonic() + timeout.total_seconds()
+        until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > LOOK_SECONDS:
             with suppress(RuntimeError):
-                self.work.wait(timedelta(seconds=LOOK_SECONDS))
-            if self.work.is_completed():
+                work.wait(timedelta(seconds=LOOK_SECONDS))
+            if work.is_completed():
                 break
-            self.transport.peers.require_all()
-        self.work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did
+            self.peers.require_all()
+        work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did

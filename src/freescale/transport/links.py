@@ -84,7 +84,9 @@ class Links:
                 said, memories, _, _ = socket.recv_fds(self._sockets[peer], _FORM.size, 1)
             if not said:
                 self._poll.unregister(number)
-                self._see_off(peer)
+                self._left.add(peer)
+                if peer not in self._said_goodbye:  # who went without a word has died, and nobody here can go on
+                    raise RuntimeError(f"rank {peer} is gone")
                 continue
             what, *numbers = _FORM.unpack(said)
             if what == _GOODBYE:
@@ -92,12 +94,6 @@ class Links:
             else:
                 self._hear(Message(peer, what, (numbers[0], numbers[1], numbers[2]), *memories or [None]))
         return bool(heard)
-
-    def _see_off(self, peer: int) -> None:
-        """Whoever went without a word has died, and nobody here can go on."""
-        self._left.add(peer)
-        if peer not in self._said_goodbye:
-            raise RuntimeError(f"rank {peer} is gone")
 
 
 def _say_goodbye(sockets: Mapping[int, socket.socket]) -> None:

@@ -8,8 +8,7 @@ the same order. What has been offered already is written when a transfer begins,
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from freescale.transport.c10d import C10d
 from freescale.transport.handle import Arriving, Handle, Watcher
 from freescale.transport.pieces import Pieces
 from freescale.transport.symmetric import SymmetricMemory
+
+_Place = Callable[[], None]
 
 
 class OneSided:
@@ -65,8 +66,8 @@ class OneSided:
                     self._begun[peer] += 1
             theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
             self._write_what_is_offered()
-        work = _Work(self, self._begun.copy(), self._awaited.copy(), far)
-        return Handle(work, lambda: out, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)
+        ends = partial(self._finish, self._begun.copy(), self._awaited.copy(), far)
+        return Handle(name, self, flight, ends, lambda: out)
 
     def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
@@ -81,8 +82,9 @@ class OneSided:
         """Whether anything goes beyond; what is near is written by whoever begins a transfer or waits for it."""
         return self._beyond.busy(rate)
 
-    def finish(self, begun: Counter[int], awaited: Counter[int], until: float) -> None:
-        """Write so many parts to each peer, and wait for so many of each."""
+    def _finish(self, begun: Counter[int], awaited: Counter[int], far: _Place | None, seconds: float) -> None:
+        """Write so many parts to each peer, wait for so many of each, and put in place what comes from afar."""
+        until = time.monotonic() + seconds
         with self._memory.moving():
             self._write_what_is_offered()
             for peer in self._near:
@@ -93,6 +95,8 @@ class OneSided:
                     self._memory.wait(peer, until=until)
                     self._arrived[peer] += 1
         self._memory.hand_over()
+        if far is not None:
+            far()
 
     def _write_what_is_offered(self) -> None:
         for peer in self._near:
@@ -106,7 +110,7 @@ class OneSided:
         self._memory.filled(peer)
         self._written[peer] += 1
 
-    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> Callable[[], None] | None:
+    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> _Place | None:
         """Begin what goes to ranks beyond this memory, if there are any; gives what puts in place what comes."""
         far = [rank for rank, near in enumerate(self._is_near) if not near]
         if not far:
@@ -120,17 +124,3 @@ class OneSided:
                 theirs[rank].copy_(piece)
 
         return place
-
-
-class _Work(NamedTuple):
-    """A transfer: after how many parts, to and from each peer, what is near is there, and what brings the rest."""
-
-    transport: OneSided
-    begun: Counter[int]
-    awaited: Counter[int]
-    far: Callable[[], None] | None
-
-    def wait(self, timeout: timedelta) -> None:
-        self.transport.finish(self.begun, self.awaited, time.monotonic() + timeout.total_seconds())
-        if self.far is not None:
-            self.far()

@@ -76,15 +76,11 @@ def around(group: dist.ProcessGroup, device: torch.device, *, deadline: float) -
 def apart(*, deadline: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     store = dist.distributed_c10d._get_default_store()
-    return _opened(C10d(_world_group(), store, deadline=deadline), backend="gloo")
+    return beside(C10d(_world_group(), store, deadline=deadline), backend="gloo")
 
 
-def beside(transport: C10d) -> C10d:
+def beside(transport: C10d, *, backend: str | None = None) -> C10d:
     """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
-    return _opened(transport)
-
-
-def _opened(transport: C10d, *, backend: str | None = None) -> C10d:
     ranks, deadline = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.deadline)
     with _in_time(transport.peers, "opening a group", transport.deadline):
         group = dist.new_group(ranks, timeout=deadline, backend=backend)
