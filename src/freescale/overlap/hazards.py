@@ -43,10 +43,11 @@ class HazardError(ValueError):
     """A schedule under which something stale may be read."""
 
 
-def require_safe(schedule: Schedule) -> None:
-    """Refuse a schedule that is not proven safe, with the first offending pair."""
+def require_safe(schedule: Schedule) -> Schedule:
+    """Give a schedule that is proven safe; refuse any other with the first offending pair."""
     for hazard in hazards(schedule):
         raise HazardError(str(hazard))
+    return schedule
 
 
 def hazards(schedule: Schedule) -> Iterator[Hazard]:

@@ -22,9 +22,8 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
     newest = store.newest(folder / "checkpoints", world.transport)
     again = generation() > 0
     if newest is not None and not resume and not again:
-        raise UsageError(
-            f"there is a run in {folder} already", where=str(newest), remedy="add --resume, or choose another --out"
-        )
+        remedy = "add --resume, or choose another --out"
+        raise UsageError(f"there is a run in {folder} already", where=str(newest), remedy=remedy)
     if newest is None and resume and not again:
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     trainer = build(config, world, folder, tensorboard=tensorboard)

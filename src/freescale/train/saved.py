@@ -27,10 +27,8 @@ class Saved:
     def corpus(self) -> Corpus:
         """The items, ready to be ranked."""
         if self.config.task.kind != "retrieval":
-            raise UsageError(
-                f"this run was trained for {self.config.task.kind}, which does not rank the corpus",
-                remedy='use a run with task.kind = "retrieval"',
-            )
+            what = f"this run was trained for {self.config.task.kind}, which does not rank the corpus"
+            raise UsageError(what, remedy='use a run with task.kind = "retrieval"')
         return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device)
 
 

@@ -85,11 +85,8 @@ class Saving:
             if self._parts.world.leads:
                 self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
                 store.set_aside(newest)
-        raise CheckpointError(
-            "there is no checkpoint that can be read",
-            where=str(self._store.folder),
-            remedy="start anew with another --out; what was damaged is still there",
-        )
+        remedy = "start anew with another --out; what was damaged is still there"
+        raise CheckpointError("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
 
     def begin_again(self) -> None:
         """Train from the beginning, where an earlier start of this run ended before its first checkpoint."""

@@ -67,11 +67,9 @@ class Peers:
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
         except RuntimeError:
             who = "the store does not answer, so its host is probably gone"
-        return TransportError(
-            f"{operation} failed on rank {self.rank} of {self.ranks}: {who}",
-            where=reason(error),
-            remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
-        )
+        what = f"{operation} failed on rank {self.rank} of {self.ranks}: {who}"
+        remedy = "look at the logs of those ranks; the run can be resumed from its newest checkpoint"
+        return TransportError(what, where=reason(error), remedy=remedy)
 
 
 def _answered(ask: Callable[[], T], seconds: float) -> T | None:

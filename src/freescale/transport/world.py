@@ -161,18 +161,14 @@ def _from_slurm() -> tuple[int, int, int]:
 def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "29500")
     if not host:
-        raise UsageError(
-            "several ranks were started, but MASTER_ADDR does not say where they meet",
-            remedy="in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
-        )
+        remedy = "in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
+        raise UsageError("several ranks were started, but MASTER_ADDR does not say where they meet", remedy=remedy)
     # torchrun's own store is there already, and then nobody here serves one.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), ranks, serves, timedelta(seconds=deadline), wait_for_workers=False)
     except RuntimeError as error:
-        raise TransportError(
-            f"rank {rank} of {ranks} cannot meet the others at {host}:{port}",
-            where=reason(error),
-            remedy="see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port",
-        ) from error
+        what = f"rank {rank} of {ranks} cannot meet the others at {host}:{port}"
+        remedy = "see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port"
+        raise TransportError(what, where=reason(error), remedy=remedy) from error
     return dist.PrefixStore(f"freescale/{generation()}", store)
