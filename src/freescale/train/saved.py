@@ -34,9 +34,7 @@ class Saved:
 
 def config_of(run: Path, data: str | None = None) -> RunConfig:
     """The config of a run, with another data set if one is given."""
-    if not (run / "config.toml").exists():
-        raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
-    config = configs.load(run / "config.toml")
+    config = configs.of_run(run)
     if data is None:
         return config
     return replace(config, data=replace(config.data, path=data, test_path=data if config.data.test_path else ""))
