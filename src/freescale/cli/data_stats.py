@@ -112,11 +112,8 @@ def _popularity_rows(found: Profile) -> list[list[str]]:
 
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
-    shares = [(b.straggler_share, b.best_share, b.recoverable_share) for b in bubbles]
-    return [
-        [f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *(f"{share:.1%}" for share in of)]
-        for b, of in zip(bubbles, shares, strict=True)
-    ]
+    shares = [[f"{b.straggler_share:.1%}", f"{b.best_share:.1%}", f"{b.recoverable_share:.1%}"] for b in bubbles]
+    return [[f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
 
 
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
