@@ -155,7 +155,7 @@ class Pipeline(Generic[B]):
 
     def forward(self, flight: Flight[B], _: Operation) -> None:
         """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
-        with self._shard.steady_rates():
+        with self._shard.steady_rates:
             self._optimizer.zero_grad()
         flight.journey.lr = self._shard.rates()
         for values in given(flight.journey.rows).values():
@@ -175,7 +175,7 @@ class Pipeline(Generic[B]):
 
     def update_dense(self, _: Flight[B], __: Operation) -> None:
         """Let their optimizer change the dense part. What it says about tables is their learning rate."""
-        with self._shard.steady_rates():
+        with self._shard.steady_rates:
             self._optimizer.step()
 
     def _served(self, path: str) -> Serve:

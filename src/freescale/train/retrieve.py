@@ -107,6 +107,4 @@ def _inside(sample: Tensor, item: Tensor, first: int, items: int) -> tuple[Tenso
 
 def retrieval_sums_of(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
     """Sums of the retrieval metrics over this rank's samples."""
-    return sum(
-        (retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=torch.zeros(6, dtype=torch.float64)
-    )
+    return sum((retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=retrieval_sums(torch.empty(0)))

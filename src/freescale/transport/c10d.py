@@ -45,10 +45,7 @@ class C10d:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:])) if out is None else out
-
-        def begin() -> dist.Work | None:
-            return dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group, async_op=True)
-
+        begin = partial(dist.all_to_all_single, out, rows, list(receive), list(send), group=self.group, async_op=True)
         # The rows must outlive the transfer, so the handle holds them.
         return self._start(begin, name, rows.nbytes, lambda _kept=rows: out)
 
@@ -56,18 +53,12 @@ class C10d:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
-
-        def begin() -> dist.Work | None:
-            return dist.all_gather(parts, values, group=self.group, async_op=True)
-
+        begin = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
 
     def all_reduce(self, values: Tensor, *, name: str, how: _How = dist.ReduceOp.SUM) -> Handle[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-
-        def begin() -> dist.Work | None:
-            return dist.all_reduce(values, how, group=self.group, async_op=True)
-
+        begin = partial(dist.all_reduce, values, how, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
