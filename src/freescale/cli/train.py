@@ -26,7 +26,13 @@ def run(argv: Sequence[str], prog: str) -> int:
         raise UsageError("no data is given", remedy=f"{prog} {options.source} --data FOLDER")
     hosts = Hosts.parse(options.hosts, options.meet)
     code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
-    return _train(run_config, options) if code is None else code
+    if code is not None:
+        return code
+    from freescale.train.run import train
+    from freescale.transport.world import join
+
+    world = join(deadline=run_config.train.deadline)
+    return train(run_config, world, options.out, resume=options.resume, tensorboard=options.tensorboard)
 
 
 def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
@@ -47,11 +53,3 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         overrides = ["--data.path", options.data, *overrides]
     options.out = options.out or Path("runs") / Path(options.source).stem
     return options, overrides
-
-
-def _train(run_config: config.RunConfig, options: argparse.Namespace) -> int:
-    from freescale.train.run import train
-    from freescale.transport.world import join
-
-    world = join(deadline=run_config.train.deadline)
-    return train(run_config, world, options.out, resume=options.resume, tensorboard=options.tensorboard)

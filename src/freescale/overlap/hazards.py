@@ -98,8 +98,7 @@ def _rows(early: Run, late: Run) -> str:
         wrote, writes = mine in a.writes, theirs in b.writes
         in_order = early.batch < late.batch or (early.batch == late.batch and writes and not wrote)
         if (wrote or writes) and in_order and _may_share(early.batch, mine, late.batch, theirs):
-            verbs = {(True, False): "reads", (False, True): "changes", (True, True): "changes"}
-            return f"it {verbs[wrote, writes]} {theirs} rows, which may be {mine} rows of that one"
+            return f"it {'changes' if writes else 'reads'} {theirs} rows, which may be {mine} rows of that one"
     return ""
 
 

@@ -76,7 +76,8 @@ def build(
     _require_columns(config, loader)
     ways = _ways(config, world, loader)
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows), ways.urgent)
-    steps = _steps(config, loader)
+    steps = config.train.epochs * len(loader)
+    steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _STEPS_PER_INTERVAL)
     bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, deadline=config.train.deadline)
     world.transport.watch(bubbles.recorder.begins)
@@ -143,11 +144,6 @@ def _balanced(
     planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
     transport.watch(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
-
-
-def _steps(config: RunConfig, loader: Loader) -> int:
-    steps = config.train.epochs * len(loader)
-    return min(steps, config.train.max_steps) if config.train.max_steps else steps
 
 
 def _optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -8,9 +8,8 @@ from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, nearest
 from freescale.log import notice
-from freescale.train.metrics import retrieval_means
 from freescale.train.network import Network
-from freescale.train.retrieve import SAMPLES, Corpus, retrieval_sums_of
+from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
 from freescale.transport.world import World
 
 Evaluation = Callable[[], dict[str, float]]

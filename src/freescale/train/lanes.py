@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -40,13 +41,13 @@ class Lanes(Generic[F]):
         device: torch.device,
     ) -> None:
         self._does, self._recorder = does, recorder
-        self.deferred_cause = ""
+        self._deferred_cause = ""
         """Of what goes on behind the step right now."""
         self.most_held = Held(0, 0, 0)
         """The most bytes that batches under way held after a step."""
         self._rows = None if tables is None else RowOperations(tables)
         if ways.deferred is not None and tables is not None:
-            ways.deferred.watch(None if recorder is None else _watching(recorder, self))
+            ways.deferred.watch(None if recorder is None else partial(self._begins, recorder))
             tables.add_lane("deferred", ways.deferred)
         streams = Streams() if device.type == "cpu" else SideStream(device)
         self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, streams=streams)
@@ -60,11 +61,17 @@ class Lanes(Generic[F]):
     def _do(self, operation: Operation, flight: F) -> Rest | None:
         behind = operation.lane == "deferred" and self.executor.overlaps  # another thread: only its traffic is recorded
         if behind:
-            self.deferred_cause = operation.cause
+            self._deferred_cause = operation.cause
         with nullcontext() if behind or self._recorder is None else self._recorder.during(operation.cause):
             if hasattr(self._rows, operation.name):
                 return getattr(self._rows, operation.name)(flight.journey, operation.lane)
             return getattr(self._does, operation.name)(flight, operation)
+
+    def _begins(self, recorder: Recorder, name: str, size: int) -> Transfer:
+        """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
+        if not self.executor.overlaps:
+            return recorder.begins(name, size)
+        return recorder.arrive(name, self._deferred_cause, alone=True, size=size)
 
     def _waiting(self, cause: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
@@ -84,14 +91,3 @@ class SideStream(Streams):
         """By an event, which the other stream waits for; no host does."""
         event = torch.accelerator.current_stream(self._device).record_event()
         return lambda: torch.accelerator.current_stream(self._device).wait_event(event)
-
-
-def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str, int], Transfer]:
-    """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
-
-    def begins(name: str, size: int) -> Transfer:
-        if not lanes.executor.overlaps:
-            return recorder.begins(name, size)
-        return recorder.arrive(name, lanes.deferred_cause, alone=True, size=size)
-
-    return begins

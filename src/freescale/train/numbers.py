@@ -92,7 +92,6 @@ class Faults:
 
     def __init__(self, policy: Literal["stop", "skip", "rollback"]) -> None:
         self._policy, self._in_a_row = policy, 0
-        self.may_go_back = policy != "stop"
 
     def go_back(self, fault: Fault | None, left_out: Set[int]) -> bool:
         """Whether to train again from the newest checkpoint, without the samples of a fault. Raises where it ends."""

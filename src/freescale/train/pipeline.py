@@ -138,7 +138,8 @@ class Pipeline(Generic[B]):
 
     def prepare(self, flight: Flight[B], _: Operation) -> None:
         """Bring the batch to the device and find the distinct ids of every table."""
-        flight.on_device = _to(flight.batch, self._device)
+        move = getattr(flight.batch, "to", None)
+        flight.on_device = flight.batch if move is None else move(self._device, non_blocking=True)
         found = list(self._features(flight.on_device))
         wanted = {}
         for path, collection in self._collections.items():
@@ -217,11 +218,6 @@ def _require_even(tables: ShardedTables, group: dist.ProcessGroup) -> None:
 def _name(path: str, table: str) -> str:
     """Tables of two collections may have one name."""
     return f"{path}/{table}"
-
-
-def _to(batch: B, device: torch.device) -> B:
-    move = getattr(batch, "to", None)
-    return batch if move is None else move(device, non_blocking=True)
 
 
 def _fields_of(batch: Any) -> list[KeyedJaggedTensor]:

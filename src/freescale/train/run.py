@@ -30,7 +30,7 @@ def train(config: RunConfig, world: World, folder: Path, *, resume: bool, tensor
     if newest is not None:
         trainer.saving.resume()
     elif again:
-        trainer.saving.begin_again()
+        trainer.saving.go_on("there is no checkpoint yet: training begins again")
     if world.leads:
         configs.save(config, folder / "config.toml")
         _link(folder)

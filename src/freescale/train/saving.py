@@ -76,7 +76,7 @@ class Saving:
             own = _FITS if error is None else _DAMAGED if isinstance(error, DamagedError) else _OF_ANOTHER
             worst = transport.largest(own, name="loading")
             if worst == _FITS:
-                self._go_on(f"resumed from {newest} at step {self._at.done}")
+                self.go_on(f"resumed from {newest} at step {self._at.done}")
                 return
             if worst == _OF_ANOTHER:
                 raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
@@ -87,10 +87,6 @@ class Saving:
                 store.set_aside(newest)
         remedy = "start anew with another --out; what was damaged is still there"
         raise CheckpointError("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
-
-    def begin_again(self) -> None:
-        """Train from the beginning, where an earlier start of this run ended before its first checkpoint."""
-        self._go_on("there is no checkpoint yet: training begins again")
 
     def note_recovery(self) -> None:
         """Once, when the first step is done after a start that followed a loss: how long that took."""
@@ -103,8 +99,8 @@ class Saving:
         self._journal.write(entry | {"why": why, "seconds": seconds})
         self._journal.say(f"recovered in {seconds:.1f} s: {why}")
 
-    def _go_on(self, how: str) -> None:
-        """Drop what was noted beyond here by who was lost, and say it."""
+    def go_on(self, how: str) -> None:
+        """From where training stands: drop what was noted beyond here by who was lost, and say it."""
         self._journal.rewind(self._at.done)
         self._journal.say(how)
 

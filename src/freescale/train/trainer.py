@@ -54,7 +54,7 @@ class Trainer:
         self._journal.close()
 
     def _run(self) -> bool:
-        if self._faults.may_go_back and not self.at.done:
+        if self._train.on_fault != "stop" and not self.at.done:  # or there would be nothing to go back to
             self.saving.save()
         while (stopped := self._train_on()) is None:
             self._go_back()

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,6 @@ _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 """What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
 
 
-class _Begun(NamedTuple):
-    """A transfer under way: since when, and the bytes that a link carries for it."""
-
-    at: float
-    size: int
-
-
 class C10d:
     """Collectives of one process group. Operations are named, because errors name them."""
 
@@ -33,7 +25,8 @@ class C10d:
         self.deadline, self.group = deadline, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self._watcher: Watcher | None = None
-        self._under_way: dict[dist.Work, _Begun] = {}
+        self._under_way: dict[dist.Work, tuple[float, int]] = {}
+        """Since when, and the bytes that a link carries for it."""
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every transfer that begins."""
@@ -82,8 +75,8 @@ class C10d:
         if not begun or not rate:
             return bool(begun)
         # They go one behind another, so all of them together are given the time that all of their bytes need.
-        needed = sum(one.size for one in begun) / rate
-        return time.monotonic() - min(one.at for one in begun) < _SLACK_SECONDS + _SLACK * needed
+        since, sizes = zip(*begun, strict=True)
+        return time.monotonic() - min(since) < _SLACK_SECONDS + _SLACK * sum(sizes) / rate
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -108,7 +101,7 @@ class C10d:
 
     def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
         """A transfer is under way until its result is passed through what this gives."""
-        self._under_way[work] = _Begun(time.monotonic(), size)
+        self._under_way[work] = time.monotonic(), size
 
         def landed(result: Tensor) -> Tensor:
             self._under_way.pop(work, None)

@@ -126,6 +126,8 @@ class Transport(Protocol):
 
     def all_gather(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
+        once = [1] * self.peers.ranks
+        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Arriving, Handle, Watcher
+from freescale.transport.handle import Arriving, Handle, Transport, Watcher
 from freescale.transport.pieces import Pieces
 from freescale.transport.symmetric import SymmetricMemory
 
 _Place = Callable[[], None]
 
 
-class OneSided:
+class OneSided(Transport):
     """Transfers between ranks that reach each other's memory.
 
     `beyond` carries what goes to ranks that the memory does not reach, and what has to be added up: copies add nothing.
@@ -68,11 +68,6 @@ class OneSided:
             self._write_what_is_offered()
         ends = partial(self._finish, self._begun.copy(), self._awaited.copy(), far)
         return Handle(name, self, flight, ends, lambda: out)
-
-    def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
-        """Gather equally shaped values of all ranks into [ranks, ...]."""
-        once = [1] * self.peers.ranks
-        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""

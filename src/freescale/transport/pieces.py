@@ -33,7 +33,7 @@ _MOST = 128
 """Pieces of what one rank has for another: very uneven transfers have larger ones."""
 
 
-class Pieces:
+class Pieces(Transport):
     """Transfers of a group, piece by piece. One has ended when the call that begins it returns."""
 
     def __init__(self, transport: C10d, *, urgent: Transport | None = None, copies: Copies | None = None) -> None:
@@ -62,11 +62,6 @@ class Pieces:
         more = int(heard.max()) - own
         self._exchange([nothing] * more, [nothing] * more, name)
         return Landed(out)
-
-    def all_gather(self, values: Tensor, *, name: str) -> Landed[Tensor]:
-        """Gather equally shaped values of all ranks into [ranks, ...]."""
-        once = [1] * self.peers.ranks
-        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Landed[Tensor]:
         """Add up a few values over all ranks, in place."""
