@@ -60,7 +60,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     found = profile(dataset)
     if not found.rows:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
-    bubbles = _bubbles(found, options)
+    costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
+    bubbles = [random_batches(costs, found.lengths.counts, ranks=n, batch=options.batch) for n in options.ranks]
     unchecked = dataset.unchecked_files()
     _say_what_was_seen(dataset, unchecked)
     if options.page:
@@ -71,12 +72,6 @@ def run(argv: Sequence[str], prog: str) -> int:
     else:
         _print(options, found, bubbles)
     return 0
-
-
-def _bubbles(found: Profile, options: Options) -> list[Imbalance]:
-    lengths = np.minimum(found.lengths.values, options.max_history)
-    costs = Cost.of_model(options.model).of(lengths)
-    return [random_batches(costs, found.lengths.counts, ranks=ranks, batch=options.batch) for ranks in options.ranks]
 
 
 def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:

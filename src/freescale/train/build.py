@@ -28,7 +28,7 @@ from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.train.evaluate import evaluation_of, require_labels
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
-from freescale.train.parts import Parts
+from freescale.train.saving import Parts
 from freescale.train.step import Step
 from freescale.train.trainer import Trainer
 from freescale.transport.choose import Chosen, choose, for_samples

@@ -14,8 +14,7 @@ from freescale.data.batch import Batch
 from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.numbers import Fault, Faults, gathered
-from freescale.train.parts import Parts, Progress
-from freescale.train.saving import Saving
+from freescale.train.saving import Parts, Progress, Saving
 from freescale.train.step import Flight, Rates
 
 _SAME_CTRL_C = 2.0

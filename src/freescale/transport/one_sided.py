@@ -3,12 +3,17 @@
 Bytes are copied once. Offers are made when a transfer begins and wait for nothing; writing waits only for an offer, and
 a result only for what was written. So nobody blocks anybody for good as long as all ranks begin the same transfers in
 the same order. What has been offered already is written when a transfer begins, the rest when somebody waits for it.
+
+Who implements the memory decides what a write and a signal are: a copy inside the memory of a host (`shared_memory`),
+or one by the copy engine of a GPU (`copy_engine`).
 """
 
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +21,39 @@ from torch import Tensor
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Arriving, Handle, Transport, Watcher
 from freescale.transport.pieces import Pieces
-from freescale.transport.symmetric import SymmetricMemory
 
 _Place = Callable[[], None]
+
+
+class SymmetricMemory(Protocol):
+    """Room that peers can reach and the signals about it, seen from one rank. Offers and signals keep their order."""
+
+    ranks: list[int]
+    """Who shares it, this rank among them."""
+
+    def room(self, like: Tensor, rows: int) -> Tensor:
+        """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
+
+    def offer(self, peer: int, part: Tensor) -> None:
+        """Let a peer fill a part of such room, given as bytes."""
+
+    def offered(self, peer: int) -> bool:
+        """Whether a peer has offered a part that was not taken yet."""
+
+    def take(self, peer: int, *, until: float) -> Tensor:
+        """The oldest part that a peer has offered; fails at a moment of the monotonic clock."""
+
+    def filled(self, peer: int) -> None:
+        """Tell a peer that the oldest part that it waits for is filled by what was copied so far."""
+
+    def wait(self, peer: int, *, until: float) -> None:
+        """Until a peer has filled the oldest part that it was offered; fails at a moment of the monotonic clock."""
+
+    def moving(self) -> AbstractContextManager[object]:
+        """Copies and signals that are asked for inside happen where they take the least from compute."""
+
+    def hand_over(self) -> None:
+        """Whoever computes may use from here on what was moved so far."""
 
 
 class OneSided(Transport):
