@@ -55,6 +55,12 @@ def headline(summary: Summary) -> str:
     )
 
 
+def colours_of(lines: Iterable[Line]) -> dict[str, str]:
+    """Of causes that can be seen in a chart of these."""
+    seen = {line.cause for line in lines if line.share >= _SEEN}
+    return {cause: colour for cause, colour in COLOURS.items() if cause in seen}
+
+
 def chosen(samples: Mapping[int, Sequence[Sample]]) -> list[int]:
     """Steps worth a look: the middling one and the slowest, leaving out the first, which warms up."""
     took = {step: max(s.step.end - s.step.begin for s in of_ranks) for step, of_ranks in samples.items() if step > 1}
@@ -66,8 +72,7 @@ def report(name: str, recorded: Recorded, steps: Sequence[int]) -> str:
     """The whole page, with these steps drawn."""
     intervals, samples = recorded
     summary = summarize(intervals)
-    seen = {line.cause for line in summary.lines if line.share >= _SEEN}
-    colours = {cause: colour for cause, colour in COLOURS.items() if cause in seen}
+    colours = colours_of(summary.lines)
     return page.document(
         f"Bubbles of {name}",
         headline(summary),

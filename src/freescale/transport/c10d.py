@@ -94,8 +94,7 @@ class C10d:
         flight = self._watcher(name, size) if self._watcher is not None else None
         with self.peers.during(name):
             work = begin()
-        if work is None:
-            raise RuntimeError(f"{name}: this rank is not in the group")
+        assert work is not None  # this rank is in the group
         landed = self._note(work, size)
         return Handle(name, self, flight, partial(self._wait, work), lambda: landed(finish()))
 
