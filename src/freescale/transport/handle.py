@@ -55,7 +55,7 @@ class Peers:
         """Whatever fails inside is said with the ranks that do not answer."""
         try:
             yield
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise self.failure(operation, error) from error
 
     def failure(self, operation: str, error: Exception) -> TransportError:

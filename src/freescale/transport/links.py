@@ -111,18 +111,15 @@ class _Meeting:
         self._peers, self._until = peers, time.monotonic() + deadline
         self._keys = {rank: f"freescale/shared memory/{name}/{rank}" for rank in ranks}
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        with _socket() as door:
+        with _socket() as door, peers.during("sharing memory"):
             door.bind("")  # the kernel finds a name that is free, and no file system knows it
             door.listen(len(ranks))
             peers.store.set(self._keys[peers.rank], (door.getsockname() + self._token).hex())
-            try:
-                for peer in ranks:
-                    if peer < peers.rank:
-                        self._visit(peer)
-                while len(self.sockets) < len(ranks) - 1:
-                    self._let_in(door)
-            except (OSError, RuntimeError) as error:
-                raise peers.failure("sharing memory", error) from error
+            for peer in ranks:
+                if peer < peers.rank:
+                    self._visit(peer)
+            while len(self.sockets) < len(ranks) - 1:
+                self._let_in(door)
         for link in self.sockets.values():
             link.settimeout(deadline)
 

@@ -110,13 +110,11 @@ def _in_time(peers: Peers, operation: str, deadline: float) -> Iterator[None]:
     """Guard what connects ranks. If one dies amid it gloo may never end and cannot be stopped: the process ends."""
     ended = threading.Event()
     threading.Thread(target=_watch, args=(peers, operation, deadline, ended), daemon=True).start()
-    try:
-        yield
-    except RuntimeError as error:
-        ended.set()
-        raise peers.failure(operation, error) from error
-    finally:
-        ended.set()
+    with peers.during(operation):
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event) -> None:

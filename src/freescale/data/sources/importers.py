@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from freescale.data.store.quarantine import Place, Quarantine
-from freescale.errors import DataError, nearest, reason
+from freescale.errors import DataError, UsageError, nearest, reason
 from freescale.log import notice
 
 
@@ -60,6 +60,8 @@ class Job(NamedTuple):
 
 def open_log(name: str, job: Job) -> pl.LazyFrame:
     """Open a log in a named format."""
+    if name not in FORMATS:
+        raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
     for source in job.sources:
         if not source.is_file():
             raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
