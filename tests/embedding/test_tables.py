@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freescale.config import TablesConfig
+from freescale.config import RunConfig, TablesConfig
 from freescale.embedding import plan
 from freescale.embedding.exchange import Exchange
 from freescale.embedding.fused import fused_shard
@@ -200,15 +200,7 @@ def test_rows_that_are_changed_in_two_parts_are_bitwise_those_that_are_changed_a
 
 def told(world: World) -> list[str]:
     one = joined(world)
-    tables = shard_tables(
-        [Table("item", 1_000_000, 64)],
-        TablesConfig(),
-        one.transport,
-        group=one.group,
-        device=one.device,
-        dtype=torch.float32,
-        seed=0,
-    )
+    tables = shard_tables([Table("item", 1_000_000, 64)], RunConfig(), one, one.transport, torch.float32)
     return plan.sharded(tables, world.ranks)
 
 

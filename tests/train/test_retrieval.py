@@ -11,8 +11,7 @@ import torch
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.train.build import build
-from freescale.train.metrics import retrieval_means, retrieval_sums
-from freescale.train.retrieve import Corpus
+from freescale.train.retrieve import Corpus, retrieval_means, retrieval_sums
 from tests.ranks import Ranks, World
 from tests.training import joined, small
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from freescale.transport import pieces
 from freescale.transport.c10d import C10d
+from freescale.transport.host_staged import Copies
 from freescale.transport.pieces import Pieces
 from tests.ranks import Ranks, World
 
 
-class LateCopies:
+class LateCopies(Copies):
     """A stand-in for the copies of a device: none is made before somebody waits for it, and then in order."""
 
     pinned = False

@@ -7,8 +7,6 @@ in its last bits between kinds of machines, so all ranks take that of rank 0, wh
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -120,14 +118,3 @@ class Learner:
             share = "its full share again" if speeds[rank] == 1 else f"{speeds[rank]:.2f} of the usual share"
             notice(f"balance.adapt: after {self._rounds} steps rank {rank} is given {share}, which is how fast it is")
         self._told = np.where(changed, speeds, before)
-
-
-def stated(basis: Basis) -> dict[str, Sequence[float] | None]:
-    """As a checkpoint keeps it."""
-    return {"cost": list(astuple(basis.cost)), "speeds": None if basis.speeds is None else basis.speeds.tolist()}
-
-
-def restored(state: dict[str, Sequence[float] | None], ranks: int) -> Basis:
-    """From a checkpoint. Speeds are of the ranks that there were; others start anew."""
-    cost, speeds = Cost(*(state["cost"] or ())), state["speeds"]
-    return Basis(cost, np.array(speeds) if speeds is not None and len(speeds) == ranks else None)

@@ -39,14 +39,12 @@ def random_batches(costs: Floats, counts: Ints, *, ranks: int, batch: int, seed:
     share = np.cumsum(counts) / counts.sum()
     steps = int(np.clip(_DRAWS // (ranks * batch), 20, 200))
     rng = np.random.default_rng(seed)
-    worst, waiting, least = np.empty(steps), np.empty(steps), np.empty(steps)
-    for step in range(steps):
+    found = []
+    for _ in range(steps):
         load, largest = _draw(costs, share, ranks, batch, rng)
-        mean = load.mean()
-        worst[step] = load.max() / mean
-        waiting[step] = 1.0 - mean / load.max()
-        least[step] = 1.0 - mean / max(mean, largest)
-    return Imbalance(ranks, batch, steps, float(worst.mean()), float(waiting.mean()), float(least.mean()))
+        mean, worst = load.mean(), load.max()
+        found.append((worst / mean, 1.0 - mean / worst, 1.0 - mean / max(mean, largest)))
+    return Imbalance(ranks, batch, steps, *np.mean(found, axis=0).tolist())
 
 
 def _draw(costs: Floats, share: Floats, ranks: int, batch: int, rng: np.random.Generator) -> tuple[Floats, float]:

@@ -1,11 +1,12 @@
 """From the lengths of a step's samples to where they are computed: a cost model and the rules of a run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
-from freescale.balance.adapt import Basis, Learner, Stopwatch, restored, stated
+from freescale.balance.adapt import Basis, Learner, Stopwatch
 from freescale.balance.calibrate import Calibration
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import assign
@@ -54,14 +55,16 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """What placements rest on, for a checkpoint."""
-        return stated(self.basis)
+        speeds = self.basis.speeds
+        return {"cost": list(astuple(self.basis.cost)), "speeds": None if speeds is None else speeds.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; but a cost that was set, and not to be learnt, stays."""
-        found = restored(state, self._ranks)
+        """Go on from there; but a cost that was set, and not to be learnt, stays. Of other ranks speeds start anew."""
+        speeds = state["speeds"] if len(state["speeds"] or ()) == self._ranks else None
         fixed = self._rules.cost and not self._rules.adapt
-        self.basis = found._replace(cost=self.basis.cost) if fixed else found
-        slow = {rank: speed for rank, speed in enumerate(() if found.speeds is None else found.speeds) if speed != 1}
+        cost = self.basis.cost if fixed else Cost(*(state["cost"] or ()))
+        self.basis = Basis(cost, None if speeds is None else np.array(speeds))
+        slow = {rank: speed for rank, speed in enumerate(speeds or ()) if speed != 1}
         if slow and not self._rules.adapt and self._leads:
             measured = "ranks keep to the speeds that an earlier part of this run measured"
             notice(f"{measured}, against the usual 1.00: {slow}")

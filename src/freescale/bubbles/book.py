@@ -40,13 +40,7 @@ class Bubbles:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        steps: int,
-        every: int = 10,
-        device: torch.device | None = None,
-        deadline: float = 600.0,
+        self, folder: Path, *, steps: int, every: int = 10, device: torch.device | None = None, deadline: float = 600.0
     ) -> None:
         # A group of its own: its traffic must never come between training's collectives.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
@@ -133,16 +127,13 @@ class Bubbles:
 
     def _share_out(self) -> None:
         for step, last in self._arrivals.answered():
-            self._count(step, last)
-
-    def _count(self, step: RankStep, last: dict[str, int]) -> None:
-        if self._warm:
-            self._sums.add(account(step, last))
-        self._warm = True  # the first step of a process pays for what is done once
-        if self._samples_here and step.step % self._sample_every == 0:
-            self._samples.append(records.Sample(step, last))
-        if self._sums.steps and step.step % self._every == 0:
-            self._end_interval(step.step)
+            if self._warm:
+                self._sums.add(account(step, last))
+            self._warm = True  # the first step of a process pays for what is done once
+            if self._samples_here and step.step % self._sample_every == 0:
+                self._samples.append(records.Sample(step, last))
+            if self._sums.steps and step.step % self._every == 0:
+                self._end_interval(step.step)
 
     def _end_interval(self, step: int) -> None:
         self._write_interval()

@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,18 @@ _ROUNDS = 5
 _MOVE_BASE_MS = 1000.0
 
 
-class Clock(Protocol):
-    """Gives moments."""
+class Clock:
+    """Gives moments: those of the process itself, each of which is its own time."""
 
-    def mark(self) -> Any:
-        """Note this moment."""
+    mark: Callable[[], Any] = staticmethod(time.monotonic_ns)
+    """Notes this moment."""
 
     def read(self, mark: Any) -> int:
         """Nanoseconds of a moment, on the host's monotonic clock. Waits until it has passed."""
-
-
-class HostClock:
-    """Moments of the process itself."""
-
-    mark = staticmethod(time.monotonic_ns)
-
-    @staticmethod
-    def read(mark: int) -> int:
-        """A moment is its own time."""
         return mark
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Moments of a device's queue: when the work that was queued before them is done."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
@@ -72,7 +62,7 @@ def clock_of(device: torch.device | None) -> Clock:
     """The clock that shows what a device is doing: the one given, else the accelerator, else the CPU."""
     device = _meant(device)
     if device.type == "cpu":
-        return HostClock()
+        return Clock()
     return DeviceClock(lambda: torch.Event(device, enable_timing=True))
 
 

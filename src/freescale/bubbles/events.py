@@ -3,6 +3,7 @@
 Whole numbers, so that the parts of a step add up to it exactly. Tuples, because dozens are made in every step.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 COMPUTE = ("forward", "backward", "optimizer")
@@ -36,6 +37,16 @@ class Transfer(NamedTuple):
     """Whether no other rank's arrival matters: something is fetched, or it goes on behind the step."""
     size: int = 0
     """Bytes that this rank gave to it, if that is known."""
+
+
+def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same instants, in intervals that lie apart."""
+    apart: list[tuple[int, int]] = []
+    for begin, end in sorted(intervals):
+        if apart and begin <= apart[-1][1]:
+            begin, end = apart[-1][0], max(apart.pop()[1], end)
+        apart.append((begin, end))
+    return apart
 
 
 class RankStep(NamedTuple):

@@ -6,7 +6,6 @@ what is sent does not grow with the number of ranks.
 
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,19 +21,12 @@ SLOTS = 1024
 """Collectives that can be asked about at once."""
 
 
-class _Asked(NamedTuple):
-    steps: list[RankStep]
-    names: list[str]
-    arrivals: Tensor
-    work: dist.Work
-
-
 class Arrivals:
     """When did the last rank come to each collective?"""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._asked: _Asked | None = None
+        self._asked: tuple[list[RankStep], list[str], Tensor, dist.Work] | None = None
         self._last: dict[str, int] = {}
         """Of the step before: what it began may still be under way in the next one."""
 
@@ -51,7 +43,7 @@ class Arrivals:
         arrivals = torch.tensor(told + [0] * (SLOTS - len(told)))
         work = dist.all_reduce(arrivals, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._asked = _Asked(steps, names, arrivals, work)
+        self._asked = steps, names, arrivals, work
 
     def answered(self) -> Iterator[tuple[RankStep, dict[str, int]]]:
         """Each step that was asked about, and when the last rank came to its collectives."""

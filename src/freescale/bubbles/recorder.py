@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from freescale.bubbles.clock import Clock, HostClock
+from freescale.bubbles.clock import Clock
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.ring import Ring
 
 T = TypeVar("T")
-_KNOWN, _HOST = frozenset(CAUSES), HostClock()
+_KNOWN, _HOST = frozenset(CAUSES), Clock()
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Recorder:
         self.rank, self.ahead = rank, 0
         """`ahead`: what to add to this rank's clock to get the one that all ranks share."""
         self._ring = ring
-        self._clock: Clock = clock or HostClock()
+        self._clock = clock or Clock()
         self._kind, self._cuts = TRAFFIC[-1], 0
         self._lock = threading.Lock()
         self.restart()

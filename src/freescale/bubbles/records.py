@@ -197,8 +197,12 @@ def _interval(facts: dict[str, Any]) -> Interval:
 
 
 def _sample(facts: dict[str, Any]) -> Sample:
-    last = facts.pop("last")
-    step = _rank_step(facts)
+    last, spans = facts.pop("last"), tuple(Span(*span) for span in facts["spans"])
+    transfers = tuple(
+        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), *rest)
+        for kind, name, arrived, done, waits, *rest in facts["transfers"]
+    )
+    step = RankStep(**facts | {"spans": spans, "transfers": transfers})
     moments = [n for t in step.transfers for n in (t.arrived, t.done, *(m for wait in t.waits for m in wait))]
     moments += [n for span in step.spans for n in (span.begin, span.end)]
     _check(0 <= step.work < _REAL, step.rank, step.step, step.begin, step.end, *moments, *last.values())
@@ -209,15 +213,6 @@ def _sample(facts: dict[str, Any]) -> Sample:
 def _check(right: bool, *whole: Any) -> None:
     if not right or not all(type(number) is int and abs(number) < _WHOLE for number in whole):
         raise ValueError("a number that no run has")
-
-
-def _rank_step(facts: dict[str, Any]) -> RankStep:
-    spans = tuple(Span(*span) for span in facts["spans"])
-    transfers = tuple(
-        Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), *rest)
-        for kind, name, arrived, done, waits, *rest in facts["transfers"]
-    )
-    return RankStep(**facts | {"spans": spans, "transfers": transfers})
 
 
 def _lines(path: Path, make: Callable[[dict[str, Any]], T], *, whole: bool = False) -> Iterator[T]:

@@ -34,16 +34,10 @@ _MOST_COLUMNS = 60
 def rows(lines: Iterable[Line]) -> list[list[str]]:
     """The table that a person needs: causes that took any time, the longest first."""
     shown = sorted((line for line in lines if line.ms >= 0.0005 or line.hidden_ms >= 0.0005), key=lambda x: -x.ms)
+    hidden = [f"{line.hidden_ms:.2f}" if line.cause in TRAFFIC else "" for line in shown]
     return [
-        [
-            line.cause,
-            f"{line.ms:.2f}",
-            f"{100 * line.share:.1f}%",
-            line.worst,
-            f"{line.worst_ms:.2f}",
-            f"{line.hidden_ms:.2f}" if line.cause in TRAFFIC else "",
-        ]
-        for line in shown
+        [line.cause, f"{line.ms:.2f}", f"{100 * line.share:.1f}%", line.worst, f"{line.worst_ms:.2f}", behind]
+        for line, behind in zip(shown, hidden, strict=True)
     ]
 
 
@@ -61,6 +55,12 @@ def headline(summary: Summary) -> str:
     )
 
 
+def colours_of(lines: Iterable[Line]) -> dict[str, str]:
+    """Of causes that can be seen in a chart of these."""
+    seen = {line.cause for line in lines if line.share >= _SEEN}
+    return {cause: colour for cause, colour in COLOURS.items() if cause in seen}
+
+
 def chosen(samples: Mapping[int, Sequence[Sample]]) -> list[int]:
     """Steps worth a look: the middling one and the slowest, leaving out the first, which warms up."""
     took = {step: max(s.step.end - s.step.begin for s in of_ranks) for step, of_ranks in samples.items() if step > 1}
@@ -72,8 +72,7 @@ def report(name: str, recorded: Recorded, steps: Sequence[int]) -> str:
     """The whole page, with these steps drawn."""
     intervals, samples = recorded
     summary = summarize(intervals)
-    seen = {line.cause for line in summary.lines if line.share >= _SEEN}
-    colours = {cause: colour for cause, colour in COLOURS.items() if cause in seen}
+    colours = colours_of(summary.lines)
     return page.document(
         f"Bubbles of {name}",
         headline(summary),
@@ -126,15 +125,11 @@ def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
     first = min(sample.step.begin for sample in of_ranks)
     lanes = []
     for sample in of_ranks:
-        pieces = [
-            page.Piece(
-                (piece.begin - first) / 1e6,
-                (piece.end - first) / 1e6,
-                COLOURS[piece.cause],
-                f"rank {sample.step.rank}: {piece.cause} {(piece.end - piece.begin) / 1e6:.2f} ms",
-            )
-            for piece in segments(sample.step, sample.last)
-        ]
+        pieces = []
+        for piece in segments(sample.step, sample.last):
+            begin, end = (piece.begin - first) / 1e6, (piece.end - first) / 1e6
+            says = f"rank {sample.step.rank}: {piece.cause} {end - begin:.2f} ms"
+            pieces.append(page.Piece(begin, end, COLOURS[piece.cause], says))
         lanes.append(page.Lane(str(sample.step.rank), pieces))
     kept = "" if len(of_ranks) < 2 else f" of {len(of_ranks)} ranks"
     drawn = page.timeline(lanes, rows="rank", axis="ms since the first rank began")

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,31 +74,24 @@ def read(run: Path) -> dict[int, list[Note]]:
         number = path.stem.removeprefix("rank-")
         if len(content) != _SLOTS * _RECORD.size or not number.isdigit():
             raise DataError("this is no flight record", where=str(path), remedy="remove the file")
-        notes = [
-            Note(order, at, step, _text(phase), _text(what))
-            for order, at, step, phase, what in _RECORD.iter_unpack(content)
-            if order
-        ]
-        found[int(number)] = sorted(notes)
+        kept = sorted(record for record in _RECORD.iter_unpack(content) if record[0])
+        found[int(number)] = [Note(n, at, step, _text(phase), _text(what)) for n, at, step, phase, what in kept]
     return found
 
 
 def stuck(notes: dict[int, list[Note]]) -> list[list[str]]:
     """Of every rank: its step, what it had begun and not ended, and how long before the last sign of any rank."""
-    latest = max((of_rank[-1].at for of_rank in notes.values() if of_rank), default=0)
-    rows = []
-    for rank, of_rank in notes.items():
-        if of_rank:
-            silent = (latest - of_rank[-1].at) / 1e9
-            rows.append([str(rank), str(of_rank[-1].step), ", ".join(_open(of_rank)) or "-", f"{silent:.2f} s"])
-    return rows
+    some = {rank: of_rank for rank, of_rank in notes.items() if of_rank}
+    latest = max((of_rank[-1].at for of_rank in some.values()), default=0)
+    silent = {rank: f"{(latest - of_rank[-1].at) / 1e9:.2f} s" for rank, of_rank in some.items()}
+    return [[str(rank), str(of[-1].step), ", ".join(_open(of)) or "-", silent[rank]] for rank, of in some.items()]
 
 
 def _open(notes: list[Note]) -> list[str]:
     """What was begun and did not end."""
-    under_way: dict[str, int] = {}
+    under_way = Counter[str]()
     for note in notes:
-        under_way[note.what] = max(0, under_way.get(note.what, 0) + (1 if note.phase == "in" else -1))
+        under_way[note.what] = max(0, under_way[note.what] + (1 if note.phase == "in" else -1))
     return [what for what, count in under_way.items() if count]
 
 

@@ -29,7 +29,7 @@ def write_tensors(
     """Write a file, read it back, and describe it. `first_rows`: where in its table a piece begins."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(kept, path, metadata={name: str(row) for name, row in (first_rows or {}).items()})
-    for name, tensor in _tensors(path):
+    for name, tensor, _ in _tensors(path):
         if not torch.equal(tensor, kept[name]):
             raise DataError(f"'{name}' was not read back as it was written", where=str(path), remedy="check the disk")
     return describe(path) | {"tensors": {name: list(tensor.shape) for name, tensor in kept.items()}}
@@ -68,22 +68,18 @@ def _read(folder: Path) -> dict[str, Tensor]:
             raise DataError(f"{name} is missing or was changed", where=str(folder), remedy="export again")
         if path.suffix != ".safetensors":
             continue
-        rows = _first_rows(path)
-        for key, tensor in _tensors(path):
-            if key in rows:
-                pieces.setdefault(key, []).append((rows[key], tensor))
-            else:
+        for key, tensor, row in _tensors(path):
+            if row is None:
                 found[key] = tensor
+            else:
+                pieces.setdefault(key, []).append((row, tensor))
     by_row = {key: sorted(parts, key=lambda part: part[0]) for key, parts in pieces.items()}
     return found | {key: torch.cat([tensor for _, tensor in parts]) for key, parts in by_row.items()}
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor, int | None]]:
+    """What a file holds, and where in its table each begins if it is a piece of one."""
     with safe_open(path, framework="pt") as file:
+        rows = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118  not a dict
-            yield name, file.get_tensor(name)
-
-
-def _first_rows(path: Path) -> dict[str, int]:
-    with safe_open(path, framework="pt") as file:
-        return {name: int(row) for name, row in (file.metadata() or {}).items()}
+            yield name, file.get_tensor(name), int(rows[name]) if name in rows else None

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,17 @@ class _Piece:
 def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> None:
     """Write the parts of a rank and see that they are on the disk."""
     pieces: list[_Piece] = []
-    with _bytes_of(folder, rank).open("wb") as file:
+    with _file(folder, rank, "bytes").open("wb") as file:
         for name, part in parts.items():
             rows = _as_rows(part.local)
             for begin, some in _cut(rows):
-                raw = _raw(some)
+                raw = some.contiguous().view(-1).view(torch.uint8).numpy().data
                 place = (tuple(rows.shape[1:]), part.rows, part.first + begin, len(some), file.tell())
                 pieces.append(_Piece(name, _name(rows.dtype), *place, zlib.crc32(raw)))
                 file.write(raw)
         file.flush()
         os.fsync(file.fileno())
-    write_json(_index_of(folder, rank), [asdict(piece) for piece in pieces])
+    write_json(_file(folder, rank, "json"), [asdict(piece) for piece in pieces])
 
 
 def read(folder: Path, ranks: int, parts: Mapping[str, Part]) -> None:
@@ -113,7 +113,7 @@ def read(folder: Path, ranks: int, parts: Mapping[str, Part]) -> None:
         overlapping = [(one, part) for one, part in wanted if _overlap(one, part)]
         if not overlapping:
             continue
-        with _opened(_bytes_of(folder, rank)) as file:
+        with _opened(_file(folder, rank, "bytes")) as file:
             for piece, part in overlapping:
                 missing[piece.name] -= _fill(file, piece, part, folder)
     for name, rows in missing.items():
@@ -152,21 +152,16 @@ def sync_names(folder: Path) -> None:
         os.close(handle)
 
 
-def _index(folder: Path, rank: int) -> Iterator[_Piece]:
+def _index(folder: Path, rank: int) -> list[_Piece]:
     """The pieces that a rank wrote, each of them sound in itself."""
-    path = _index_of(folder, rank)
-    entries = read_json(path)
-    if not isinstance(entries, list):
-        raise _damaged(f"{path.name} is not a list of pieces", folder)
-    for entry in entries:
-        try:
-            piece = _Piece(**(entry | {"shape": tuple(entry["shape"])}))
-            sound = piece.is_sound()
-        except (TypeError, KeyError):
-            piece, sound = None, False
-        if piece is None or not sound:
-            raise _damaged(f"{path.name} has a piece that makes no sense", folder)
-        yield piece
+    path = _file(folder, rank, "json")
+    try:
+        pieces = [_Piece(**(entry | {"shape": tuple(entry["shape"])})) for entry in read_json(path)]
+        if all(piece.is_sound() for piece in pieces):
+            return pieces
+    except (TypeError, KeyError) as error:
+        raise _damaged(f"{path.name} is not a list of pieces", folder) from error
+    raise _damaged(f"{path.name} has a piece that makes no sense", folder)
 
 
 def _fill(file: Any, piece: _Piece, part: Part, folder: Path) -> int:
@@ -204,10 +199,6 @@ def _cut(rows: Tensor) -> Iterable[tuple[int, Tensor]]:
     return ((begin, rows[begin : begin + step]) for begin in range(0, len(rows), step))
 
 
-def _raw(rows: Tensor) -> memoryview:
-    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
@@ -220,11 +211,8 @@ def _seal(content: Any) -> int:
 
 
 def _unfit(what: str, folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is of another model: {what}",
-        where=str(folder),
-        remedy="resume with the config that it was saved with",
-    )
+    remedy = "resume with the config that it was saved with"
+    return CheckpointError(f"the checkpoint is of another model: {what}", where=str(folder), remedy=remedy)
 
 
 def _damaged(what: str, folder: Path) -> DamagedError:
@@ -236,9 +224,5 @@ def _told(dtype: str, shape: tuple[int, ...], rows: int) -> str:
     return f"{dtype}[{', '.join(map(str, (rows, *shape)))}]"
 
 
-def _bytes_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.bytes"
-
-
-def _index_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank:05d}.{kind}"

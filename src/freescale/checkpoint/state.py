@@ -32,12 +32,8 @@ def of_generator(rank: int) -> dict[str, Part]:
 
 
 def _of_tables(tables: ShardedTables, rank: int, ranks: int) -> dict[str, Part]:
-    by_name = {table.name: table for table in tables.tables}
-    found = {}
-    for name, local in tables.shard.state().items():
-        table = by_name[name.split(".")[0]]
-        found[f"tables.{name}"] = Part(local, min(rank * table.block(ranks), table.rows), table.rows)
-    return found
+    place = {table.name: (table.owned(rank, ranks).start, table.rows) for table in tables.tables}
+    return {f"tables.{n}": Part(local, *place[n.split(".")[0]]) for n, local in tables.shard.state().items()}
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:

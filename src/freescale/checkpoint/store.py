@@ -56,11 +56,9 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     if not sound or not 0 < facts["ranks"] < 1 << 24:
         raise DamagedError(f"the checkpoint is damaged: {_FACTS} does not say what it holds", where=str(checkpoint))
     if facts["format"] > _FORMAT:
-        raise CheckpointError(
-            f"the checkpoint has format {facts['format']}; this version of freescale reads up to {_FORMAT}",
-            where=str(checkpoint),
-            remedy="install the version that wrote it, or a newer one",
-        )
+        what = f"the checkpoint has format {facts['format']}; this version of freescale reads up to {_FORMAT}"
+        remedy = "install the version that wrote it, or a newer one"
+        raise CheckpointError(what, where=str(checkpoint), remedy=remedy)
     return facts
 
 
@@ -140,13 +138,12 @@ class Store:
             yield
         except OSError as error:
             refused = error
-        told = self._transport.all_gather(torch.tensor([int(refused is not None)]), name="saving").wait()
-        failed = told.flatten().nonzero().flatten().tolist()
+        flags = self._transport.all_gather(torch.tensor([int(refused is not None)]), name="saving").wait()
+        failed = flags.flatten().nonzero().flatten().tolist()
         if not failed:
             return
         who = ", ".join(map(str, failed))
-        raise CheckpointError(
-            f"the checkpoint of step {step_of(final)} was not written: the disk refused {what} to rank {who}",
-            where=reason(refused) if refused is not None else f"see what rank {failed[0]} says",
-            remedy="see that the folder exists on all hosts and has space; the checkpoints before it are unharmed",
-        ) from refused
+        told = f"the checkpoint of step {step_of(final)} was not written: the disk refused {what} to rank {who}"
+        where = reason(refused) if refused is not None else f"see what rank {failed[0]} says"
+        remedy = "see that the folder exists on all hosts and has space; the checkpoints before it are unharmed"
+        raise CheckpointError(told, where=where, remedy=remedy) from refused

@@ -86,8 +86,6 @@ def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[st
 
 def _curves(found: Sequence["Measured"], figure: Callable[["Measured"], float], unit: str) -> str:
     by_way = {one.way: [other for other in found if other.way == one.way] for one in found}
-    lines = [
-        page.Series(way, [one.sent_bytes / 1024 for one in some], [max(1e-3, figure(one) * 1e3) for one in some])
-        for way, some in by_way.items()
-    ]
+    sizes = {way: [one.sent_bytes / 1024 for one in some] for way, some in by_way.items()}
+    lines = [page.Series(way, sizes[way], [max(1e-3, 1e3 * figure(one)) for one in by_way[way]]) for way in by_way]
     return page.line_chart(lines, page.Axis("KiB sent by a rank", log=True), page.Axis(unit, log=True))

@@ -26,6 +26,8 @@ _SHM, _SHM_LOW, _SHM_LEAST = Path("/dev/shm"), 1 << 30, 64 << 20
 _FILES_LOW, _FILES_LEAST = 4096, 256
 
 Status = Literal["ok", "warning", "fault"]
+Device = Literal["cpu", "cuda"]
+"""What training is to run on."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,9 @@ def ok(check: str, what: str) -> Finding:
     return Finding(check, "ok", what)
 
 
-@dataclass(frozen=True)
-class Target:
-    """What training is to run on."""
-
-    device: Literal["cpu", "cuda"]
-
-    @property
-    def fbgemm(self) -> str:
-        """The FBGEMM distribution that belongs to the device."""
-        return "fbgemm-gpu" if self.device == "cuda" else "fbgemm-gpu-cpu"
+def _fbgemm_of(device: Device) -> str:
+    """The FBGEMM distribution that belongs to a device."""
+    return "fbgemm-gpu" if device == "cuda" else "fbgemm-gpu-cpu"
 
 
 def installed(name: str) -> str | None:
@@ -69,31 +64,31 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_torch(_target: Target) -> Iterator[Finding]:
+def check_torch(_device: Device) -> Iterator[Finding]:
     """Torch is there, in the minor that everything else is built for."""
     why = "FBGEMM's and TorchRec's binaries load with one minor of torch only"
     why = why if installed("torch") else "training needs it"
     yield _versioned("torch", TORCH, why, f"pip install torch=={TORCH}")
 
 
-def check_fbgemm(target: Target) -> Iterator[Finding]:
+def check_fbgemm(device: Device) -> Iterator[Finding]:
     """One FBGEMM, the right one, of the right minor, with its own files."""
-    clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {target.fbgemm}=={FBGEMM}"
-    what, wrong = _fbgemm(target)
+    clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {_fbgemm_of(device)}=={FBGEMM}"
+    what, wrong = _fbgemm(device)
     yield fault("fbgemm", what, wrong, clean) if wrong else ok("fbgemm", what)
 
 
-def _fbgemm(target: Target) -> tuple[str, str]:
+def _fbgemm(device: Device) -> tuple[str, str]:
     """What there is of FBGEMM, and what is wrong with that."""
     found = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
     if len(found) > 1:
         what = "the CUDA and the CPU build of FBGEMM are both installed"
         return what, "they share their file names, so each has overwritten parts of the other"
     if not found:
-        return f"{target.fbgemm} is not installed", "it holds the embedding tables"
+        return f"{_fbgemm_of(device)} is not installed", "it holds the embedding tables"
     name, version = found[0], installed(found[0])
-    if target.device == "cuda" and name != target.fbgemm:
-        return f"{name} is installed, but cuda needs {target.fbgemm}", "it has no GPU kernels"
+    if device == "cuda" and name != _fbgemm_of(device):
+        return f"{name} is installed, but cuda needs {_fbgemm_of(device)}", "it has no GPU kernels"
     if _minor(str(version)) != _minor(FBGEMM):
         what = f"{name} {version} does not load with torch {installed('torch')}"
         return what, f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}"
@@ -104,7 +99,7 @@ def _fbgemm(target: Target) -> tuple[str, str]:
     return f"{name} {version}", ""
 
 
-def check_torchrec(_target: Target) -> Iterator[Finding]:
+def check_torchrec(_device: Device) -> Iterator[Finding]:
     """TorchRec and what it needs, without what its metadata asks for too much."""
     why = "it shards the tables; --no-deps keeps it from replacing FBGEMM"
     yield _versioned("torchrec", TORCHREC, why, f"pip install --no-deps torchrec=={TORCHREC}")
@@ -115,16 +110,16 @@ def check_torchrec(_target: Target) -> Iterator[Finding]:
     yield _versioned("torchmetrics", TORCHMETRICS, why, f"pip install torchmetrics=={TORCHMETRICS}", exactly=True)
 
 
-def check_nccl_package(target: Target) -> Iterator[Finding]:
+def check_nccl_package(device: Device) -> Iterator[Finding]:
     """The NCCL beside a CUDA torch is the one it was built with."""
-    names = {dist.metadata["Name"] for dist in metadata.distributions()} if target.device == "cuda" else set()
+    names = {dist.metadata["Name"] for dist in metadata.distributions()} if device == "cuda" else set()
     for name in sorted(name for name in names if name.startswith("nvidia-nccl")):
         if (version := installed(name)) != NCCL:
             why = f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives"
             yield fault("nccl", f"{name} {version} instead of {NCCL}", why, f"pip install {name}=={NCCL}")
 
 
-def check_shared_memory(_target: Target) -> Iterator[Finding]:
+def check_shared_memory(_device: Device) -> Iterator[Finding]:
     """Room for buffers that ranks of one host share."""
     why = "ranks of one host exchange data through it"
     if not _SHM.is_dir():
@@ -137,7 +132,7 @@ def check_shared_memory(_target: Target) -> Iterator[Finding]:
     yield _limited(Finding("shared memory", "warning", what, why, remedy), free, _SHM_LOW, _SHM_LEAST)
 
 
-def check_file_limit(_target: Target) -> Iterator[Finding]:
+def check_file_limit(_device: Device) -> Iterator[Finding]:
     """Enough file descriptors for part files and one socket per peer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     why = "every rank keeps a socket to every other and tens of data files open"
@@ -145,7 +140,7 @@ def check_file_limit(_target: Target) -> Iterator[Finding]:
     yield _limited(low, soft, _FILES_LOW, _FILES_LEAST)
 
 
-def check_gloo_interface(_target: Target) -> Iterator[Finding]:
+def check_gloo_interface(_device: Device) -> Iterator[Finding]:
     """The interface that gloo was told to use exists."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     present = [name for _, name in socket.if_nameindex()]
@@ -160,17 +155,17 @@ _PACKAGES = (check_torch, check_fbgemm, check_torchrec, check_nccl_package)
 STATIC = (*_PACKAGES, check_gloo_interface, check_shared_memory, check_file_limit)
 
 
-def check_by_loading(target: Target) -> Iterator[Finding]:
+def check_by_loading(device: Device) -> Iterator[Finding]:
     """Load torch, FBGEMM and gloo for real, in a child process that may die of it."""
     seen, again = _run_child(_LOAD), "pip install --force-reinstall"
     torch = seen.get("torch")
     if torch is None:
         yield fault("torch", "torch does not import", seen["died"], f"{again} torch=={TORCH}")
         return
-    if target.device == "cuda":
+    if device == "cuda":
         yield from _gpu(torch)
     if (fbgemm := seen.get("fbgemm")) != "ok":
-        remedy = f"{again} --no-deps {target.fbgemm}=={FBGEMM}"
+        remedy = f"{again} --no-deps {_fbgemm_of(device)}=={FBGEMM}"
         yield fault("fbgemm", "FBGEMM does not load", fbgemm or seen["died"], remedy)
     if (gloo := seen.get("gloo", "not reached")) == "ok":
         yield ok("gloo", "a gloo group can be made")
@@ -179,7 +174,7 @@ def check_by_loading(target: Target) -> Iterator[Finding]:
         yield fault("gloo", "a gloo group cannot be made", gloo, remedy)
 
 
-def check_torchrec_imports(_target: Target) -> Iterator[Finding]:
+def check_torchrec_imports(_device: Device) -> Iterator[Finding]:
     """The last check: TorchRec itself."""
     seen, remedy = _run_child(_TORCHREC), f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}"
     if seen.get("torchrec") == "ok":

@@ -59,7 +59,8 @@ def run(argv: Sequence[str], prog: str) -> int:
         raise UsageError("the log or the target folder is missing", remedy=f"{prog} {options.format} LOG FOLDER")
     *sources, target = options.paths
     quarantine = Quarantine(options.on_bad, target.with_name(f"{target.name}.quarantine.jsonl"))
-    with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
+    disk = next(parent for parent in target.absolute().parents if parent.exists())  # which must hold the result anyway
+    with tempfile.TemporaryDirectory(dir=disk) as scratch:
         time, quote = (None if given == "none" else given for given in (options.time, options.quote))
         columns = importers.Columns(options.user, options.item, time, options.features)
         style = importers.CsvStyle(options.separator, quote or "", options.encoding)
@@ -76,8 +77,3 @@ def run(argv: Sequence[str], prog: str) -> int:
     else:
         say(f"{target}: {done.users:,} users, {done.items:,} items, {done.events:,} events")
     return 0
-
-
-def _existing_parent(target: Path) -> Path:
-    """Where scratch files go: the disk of the target, which must hold the result anyway."""
-    return next(parent for parent in target.absolute().parents if parent.exists())

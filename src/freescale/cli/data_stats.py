@@ -60,7 +60,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     found = profile(dataset)
     if not found.rows:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
-    bubbles = _bubbles(found, options)
+    costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
+    bubbles = [random_batches(costs, found.lengths.counts, ranks=n, batch=options.batch) for n in options.ranks]
     unchecked = dataset.unchecked_files()
     _say_what_was_seen(dataset, unchecked)
     if options.page:
@@ -71,12 +72,6 @@ def run(argv: Sequence[str], prog: str) -> int:
     else:
         _print(options, found, bubbles)
     return 0
-
-
-def _bubbles(found: Profile, options: Options) -> list[Imbalance]:
-    lengths = np.minimum(found.lengths.values, options.max_history)
-    costs = Cost.of_model(options.model).of(lengths)
-    return [random_batches(costs, found.lengths.counts, ranks=ranks, batch=options.batch) for ranks in options.ranks]
 
 
 def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:
@@ -112,11 +107,8 @@ def _popularity_rows(found: Profile) -> list[list[str]]:
 
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
-    shares = [(b.straggler_share, b.best_share, b.recoverable_share) for b in bubbles]
-    return [
-        [f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *(f"{share:.1%}" for share in of)]
-        for b, of in zip(bubbles, shares, strict=True)
-    ]
+    shares = [[f"{b.straggler_share:.1%}", f"{b.best_share:.1%}", f"{b.recoverable_share:.1%}"] for b in bubbles]
+    return [[f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
 
 
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from freescale.cli import checks
-from freescale.cli.checks import Finding, Target
+from freescale.cli.checks import Device, Finding
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
 
@@ -26,30 +26,26 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Look at everything, print it, and judge."""
     options = parse(Options, argv, prog)
-    target = Target(_device(options.device))
-    findings = list(_examine(target))
+    on_gpu = options.device == "cuda" or (options.device == "auto" and checks.has_gpu_driver())
+    device: Device = "cuda" if on_gpu else "cpu"
+    findings = list(_examine(device))
     ready = all(finding.status != "fault" for finding in findings)
     if options.json:
-        print_json({"ready": ready, "device": target.device, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ready": ready, "device": device, "findings": [asdict(finding) for finding in findings]})
     else:
-        say(*_lines(findings), "", f"training on {target.device} {'can' if ready else 'cannot'} start here")
+        say(*_lines(findings), "", f"training on {device} {'can' if ready else 'cannot'} start here")
     return 0 if ready else InstallError.exit_code
 
 
-def _device(asked: str) -> Literal["cpu", "cuda"]:
-    return "cuda" if asked == "cuda" or (asked == "auto" and checks.has_gpu_driver()) else "cpu"
-
-
-def _examine(target: Target) -> Iterator[Finding]:
+def _examine(device: Device) -> Iterator[Finding]:
     """Metadata first, then loading; TorchRec last and only when nothing before it was at fault."""
-    findings = [finding for check in checks.STATIC for finding in check(target)]
+    findings = [finding for check in checks.STATIC for finding in check(device)]
     yield from findings
     if checks.installed("torch"):
-        loaded = list(checks.check_by_loading(target))
+        findings += (loaded := list(checks.check_by_loading(device)))
         yield from loaded
-        findings += loaded
     if all(finding.status != "fault" for finding in findings):
-        yield from checks.check_torchrec_imports(target)
+        yield from checks.check_torchrec_imports(device)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What the commands share: parsing their options with tyro and printing results."""
 
+import argparse
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from freescale import config
 from freescale.errors import UsageError
 
 T = TypeVar("T")
@@ -21,6 +23,26 @@ _WIDTH = 120
 def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
     """Parse a dataclass of options from the command line; a wrong option exits with 2 and says which."""
     return tyro.cli(schema, args=list(argv), prog=prog)
+
+
+def run_parser(prog: str, text: str) -> argparse.ArgumentParser:
+    """For a command that is given a run: a recipe or a TOML file, with any field of the config as a flag."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=shape, allow_abbrev=False)
+    parser.add_argument("source", help=f"a .toml file or a recipe: {', '.join(config.RECIPES)}")
+    parser.add_argument("--data", help="folder of the data set (data.path)")
+    return parser
+
+
+def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, config.RunConfig]:
+    """Its own options, and the config with all others applied."""
+    options, overrides = parser.parse_known_args(list(argv))
+    if options.data is not None:
+        overrides = ["--data.path", options.data, *overrides]
+    found = config.resolve(options.source, overrides, prog=f"{parser.prog} {options.source}")
+    if not found.data.path:
+        raise UsageError("no data is given", remedy=f"{parser.prog} {options.source} --data FOLDER")
+    return options, found
 
 
 def require_gpu(device: str) -> None:

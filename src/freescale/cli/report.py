@@ -1,11 +1,10 @@
 """`freescale report`: where the time of a training went, and what to do about it."""
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -15,7 +14,7 @@ from freescale.bubbles.records import Recorded
 from freescale.bubbles.report import HEADER, advice, chosen, headline, report, rows
 from freescale.bubbles.summary import Summary, summarize
 from freescale.bubbles.trace import trace_of
-from freescale.cli.options import parse, print_json, print_table
+from freescale.cli.options import Flag, parse, print_json, print_table, say
 from freescale.errors import UsageError
 from freescale.train.journal import entries
 
@@ -33,7 +32,7 @@ class Options:
     """Instead: a folder of torch.profiler traces of all ranks, of any trainer."""
     steps: tuple[int, ...] = ()
     """Sampled steps to draw; without, a middling one and the slowest."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print everything as JSON."""
 
 
@@ -52,10 +51,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print_json(_figures(summary) | {name: str(path) for name, path in written.items()})
         return 0
-    sys.stdout.write(headline(summary) + "\n" + _recoveries(folder))
+    say(headline(summary), *_recoveries(folder))
     print_table(str(folder), HEADER, rows(summary.lines))
-    sys.stdout.write("".join(f"{cause}: {text}\n" for cause, text in advice(summary.lines)))
-    sys.stdout.write("".join(f"{name}: {path}\n" for name, path in written.items()))
+    say(*(f"{cause}: {text}" for cause, text in (*advice(summary.lines), *written.items())))
     return 0
 
 
@@ -66,12 +64,10 @@ def _tell_how_it_was_lost(run: Path) -> None:
         print_table("last operations of a start that was lost, or still runs", header, ring.stuck(lost), words=(2,))
 
 
-def _recoveries(run: Path) -> str:
+def _recoveries(run: Path) -> Iterator[str]:
     """How often ranks were started again, and how long it took until they had done a step."""
-    took = [entry["seconds"] for entry in entries(run) if entry["kind"] == "recovery"]
-    if not took:
-        return ""
-    return f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s\n"
+    if took := [entry["seconds"] for entry in entries(run) if entry["kind"] == "recovery"]:
+        yield f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s"
 
 
 def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:
@@ -85,18 +81,13 @@ def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:
 
 
 def _write(run: Path, found: Recorded, steps: tuple[int, ...]) -> dict[str, Path]:
-    unknown = [step for step in steps if step not in found.samples]
-    if unknown:
-        raise UsageError(
-            f"step {unknown[0]} was not kept whole",
-            where=str(run),
-            remedy=f"choose from {', '.join(map(str, found.samples))}",
-        )
+    if unknown := [step for step in steps if step not in found.samples]:
+        remedy = f"choose from {', '.join(map(str, found.samples))}"
+        raise UsageError(f"step {unknown[0]} was not kept whole", where=str(run), remedy=remedy)
     folder = run / records.FOLDER
     folder.mkdir(exist_ok=True)
     page, trace = folder / "report.html", folder / "trace.json"
-    drawn = steps or chosen(found.samples)
-    page.write_text(report(str(run), found, drawn), encoding="utf-8")
+    page.write_text(report(str(run), found, steps or chosen(found.samples)), encoding="utf-8")
     trace.write_text(json.dumps(trace_of(found.samples)), encoding="utf-8")
     return {"page": page, "trace": trace}
 
@@ -114,10 +105,7 @@ def _compare(found: Sequence[tuple[Path, Recorded]], *, as_json: bool) -> None:
         return
     pairs = [("step", first.step_ms, second.step_ms)]
     pairs += [(a.cause, a.ms, b.ms) for a, b in zip(first.lines, second.lines, strict=True)]
-    shown = [
-        [cause, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", f"{b / a:.2f}x" if a else ""]
-        for cause, a, b in pairs
-        if max(a, b) >= 0.005
-    ]
-    sys.stdout.write(f"{one}: {headline(first)}\n{two}: {headline(second)}\n")
+    seen = [(cause, a, b, f"{b / a:.2f}x" if a else "") for cause, a, b in pairs if max(a, b) >= 0.005]
+    shown = [[cause, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", ratio] for cause, a, b, ratio in seen]
+    say(f"{one}: {headline(first)}", f"{two}: {headline(second)}")
     print_table("ms per step", ["cause", one, two, "difference", "ratio"], shown)

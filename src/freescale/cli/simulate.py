@@ -104,10 +104,7 @@ def _config(options: Options) -> tuple[RunConfig, int]:
         config = configs.resolve(options.model)
         config, batch = replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
     else:
-        if not (options.run / "config.toml").exists():
-            remedy = "give the --out of a training"
-            raise UsageError("there is no run in this folder", where=str(options.run), remedy=remedy)
-        config = configs.load(options.run / "config.toml")
+        config = configs.of_run(options.run)
         batch = max(1, config.data.global_batch // records.read_machine(options.run).ranks)
     data = replace(config.data, max_history=options.max_history or config.data.max_history)
     return replace(config, data=data), options.batch or batch

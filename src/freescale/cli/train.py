@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from freescale import config
-from freescale.errors import UsageError
+from freescale.cli.options import parse_run, run_parser
 from freescale.launch import launched_instead
 from freescale.launch.hosts import Hosts
 
@@ -20,21 +19,21 @@ _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--t
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Train here, or start the ranks that do."""
-    options, overrides = _parse(argv, prog)
-    run_config = config.resolve(options.source, overrides, prog=f"{prog} {options.source}")
-    if not run_config.data.path:
-        raise UsageError("no data is given", remedy=f"{prog} {options.source} --data FOLDER")
+    options, config = parse_run(_parser(prog), argv)
     hosts = Hosts.parse(options.hosts, options.meet)
     code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
-    return _train(run_config, options) if code is None else code
+    if code is not None:
+        return code
+    from freescale.train.run import train
+    from freescale.transport.world import join
+
+    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
+    out = options.out or Path("runs") / Path(options.source).stem
+    return train(config, join(deadline=config.train.deadline), out, **asked)
 
 
-def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("source", help=f"a .toml file or a recipe: {', '.join(config.RECIPES)}")
-    parser.add_argument("--data", help="folder of the data set (data.path)")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = run_parser(prog, _HELP)
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--restarts", type=int, default=3, help="how often lost ranks are started again (default: 3)")
     parser.add_argument("--hosts", default="", metavar="LEAST:MOST", help="how many hosts take part, each with --nproc")
@@ -43,17 +42,4 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors and notes; the files tell all")
-    options, overrides = parser.parse_known_args(list(argv))
-    if options.data is not None:
-        overrides = ["--data.path", options.data, *overrides]
-    options.out = options.out or Path("runs") / Path(options.source).stem
-    return options, overrides
-
-
-def _train(run_config: config.RunConfig, options: argparse.Namespace) -> int:
-    from freescale.train.run import train
-    from freescale.transport.world import join
-
-    world = join(deadline=run_config.train.deadline)
-    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
-    return train(run_config, world, options.out, **asked)
+    return parser

@@ -5,6 +5,7 @@ silently half-read is worse than none.
 """
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import RunConfig
-from freescale.errors import ConfigError, nearest, reason
+from freescale.errors import ConfigError, UsageError, nearest, reason
 
 T = TypeVar("T")
 
@@ -23,10 +24,8 @@ def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescal
     run = RECIPES.get(source)
     if run is None:
         if not source.endswith(".toml"):
-            raise ConfigError(
-                f"no recipe is called '{source}'",
-                remedy=f"{nearest(source, RECIPES)}; or give the path of a .toml file",
-            )
+            remedy = f"{nearest(source, RECIPES)}; or give the path of a .toml file"
+            raise ConfigError(f"no recipe is called '{source}'", remedy=remedy)
         run = load(source)
     return override(run, overrides, prog=prog)
 
@@ -45,16 +44,20 @@ def load(path: str | Path) -> RunConfig:
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
-        raise ConfigError(
-            f"the config cannot be read: {error.strerror or error}",
-            where=str(path),
-            remedy=f"give a readable .toml file, or one of the recipes: {', '.join(sorted(RECIPES))}",
-        ) from error
+        what = f"the config cannot be read: {error.strerror or error}"
+        remedy = f"give a readable .toml file, or one of the recipes: {', '.join(sorted(RECIPES))}"
+        raise ConfigError(what, where=str(path), remedy=remedy) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the config is not UTF-8 text (byte {error.start})", where=str(path), remedy="save it as UTF-8"
-        ) from error
+        what = f"the config is not UTF-8 text (byte {error.start})"
+        raise ConfigError(what, where=str(path), remedy="save it as UTF-8") from error
     return parse(text, where=str(path))
+
+
+def of_run(run: Path) -> RunConfig:
+    """The config of a training, from its folder."""
+    if not (run / "config.toml").exists():
+        raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
+    return load(run / "config.toml")
 
 
 def parse(text: str, *, where: str = "<text>") -> RunConfig:
@@ -87,14 +90,8 @@ def _sections(node: Any, path: tuple[str, ...]) -> list[str]:
 
 
 def _literal(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # TOML's basic strings know these escapes; every other control character needs its code point.
-        named = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-        return (
-            '"' + "".join(named.get(c) or (c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in value) + '"'
-        )
+    if isinstance(value, (bool, str)):  # as in JSON, but for one character that TOML's strings may not hold
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
     return repr(value)
@@ -127,9 +124,8 @@ class _Reader:
             return self.read(kind, value, path)  # type: ignore[arg-type]
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
-                raise self._error(
-                    f"{'.'.join(path)} = {value!r} is not one of its values", path, nearest(str(value), get_args(kind))
-                )
+                what = f"{'.'.join(path)} = {value!r} is not one of its values"
+                raise self._error(what, path, nearest(str(value), get_args(kind)))
             return value
         if get_origin(kind) is tuple:
             if not isinstance(value, list):
@@ -140,9 +136,8 @@ class _Reader:
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
-            raise self._mistyped(
-                path, value, {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
-            )
+            wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+            raise self._mistyped(path, value, wanted[kind])
         return value
 
     def _mistyped(self, path: tuple[str, ...], value: object, wanted: str) -> ConfigError:
@@ -162,12 +157,8 @@ class _Reader:
                 here = (*table, *_keys(assignment.group(1)))
             else:
                 continue
-            shared = next(
-                (i for i, (a, b) in enumerate(zip(here, path, strict=False)) if a != b),
-                min(len(here), len(path)),
-            )
-            if shared == len(here) and shared > depth:  # the deepest line that leads to the key
-                best, depth = number, shared
+            if path[: len(here)] == here and len(here) > depth:  # the deepest line that leads to the key
+                best, depth = number, len(here)
         return best
 
 

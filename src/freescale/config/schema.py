@@ -51,12 +51,8 @@ class DataConfig:
         for name in ("global_batch", "shards", "max_history", "longest", "oov_rows", "prefetch"):
             _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
         _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
-        _require(
-            self.split != "time" or self.split_time > 0,
-            "data.split_time",
-            self.split_time,
-            'above 0 when data.split = "time"',
-        )
+        fits = self.split != "time" or self.split_time > 0
+        _require(fits, "data.split_time", self.split_time, 'above 0 when data.split = "time"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +93,8 @@ class TaskConfig:
     def __post_init__(self) -> None:
         _require(self.negatives >= 1, "task.negatives", self.negatives, "at least 1")
         _require(self.temperature > 0, "task.temperature", self.temperature, "above 0")
-        _require(
-            self.kind != "ranking" or len(self.labels) > 0,
-            "task.labels",
-            self.labels,
-            'the names of label columns when task.kind = "ranking"',
-        )
+        fits = self.kind != "ranking" or len(self.labels) > 0
+        _require(fits, "task.labels", self.labels, 'the names of label columns when task.kind = "ranking"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +207,8 @@ class BalanceConfig:
     """Learn cost and the speed of each rank while training. Two runs of one seed are then not bitwise the same."""
 
     def __post_init__(self) -> None:
-        _require(
-            not self.cost or (len(self.cost) == 3 and min(self.cost) >= 0 < max(self.cost)),
-            "balance.cost",
-            self.cost,
-            "three numbers, none below 0 and not all 0",
-        )
+        fits = not self.cost or (len(self.cost) == 3 and min(self.cost) >= 0 < max(self.cost))
+        _require(fits, "balance.cost", self.cost, "three numbers, none below 0 and not all 0")
         _require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
 
 
@@ -247,9 +235,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2^63 - 1")
-        _require(
-            self.tables.placement == "replicated" or self.model.dim % 4 == 0,
-            "model.dim",
-            self.model.dim,
-            'a multiple of 4 when tables.placement = "sharded" (FBGEMM wants it), or use "replicated"',
-        )
+        fits = self.tables.placement == "replicated" or self.model.dim % 4 == 0
+        rule = 'a multiple of 4 when tables.placement = "sharded" (FBGEMM wants it), or use "replicated"'
+        _require(fits, "model.dim", self.model.dim, rule)

@@ -5,7 +5,6 @@ pickled, and nothing can be left behind. What a batch holds is the cursor's busi
 in time.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -125,10 +124,8 @@ class Loader:
     def _read(self, shares: Iterator[Share], pool: ThreadPoolExecutor | None) -> Iterator[tuple[Share, list[Group]]]:
         """Read the row groups of each share; with a pool, those of the next share while this one is worked on."""
         read = map if pool is None else pool.map
-        coming: deque[tuple[Share, Iterator[Group]]] = deque()
-        for share in shares:
-            coming.append((share, read(self.dataset.read_group, share.groups.tolist())))
-            if len(coming) > 1:
-                ready, groups = coming.popleft()
-                yield ready, list(groups)
-        yield from ((share, list(groups)) for share, groups in coming)
+        begun = ((share, read(self.dataset.read_group, share.groups.tolist())) for share in shares)
+        following = next(begun, None)
+        while following is not None:
+            (share, groups), following = following, next(begun, None)
+            yield share, list(groups)

@@ -18,11 +18,7 @@ class Split(NamedTuple):
     kind: Literal["none", "last", "time"] = "none"
     time: int = 0
     part: Literal["train", "test"] = "train"
-
-    @property
-    def holds_out(self) -> bool:
-        """Whether the events after the cut are wanted too."""
-        return self.part == "test"
+    """test: the events after the cut are wanted too."""
 
     def cut(self, begin: Ints, end: Ints, timestamps: NDArray[Any]) -> Ints:
         """Where each row's held-out part begins; rows are [begin, end) of the packed timestamps, in time order."""

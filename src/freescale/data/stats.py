@@ -52,9 +52,8 @@ class Profile:
 
     def quantile(self, share: float) -> int:
         """The smallest length that at least this share of the histories do not exceed."""
-        upto = np.cumsum(self.lengths.counts)
-        place = int(np.searchsorted(upto, share * upto[-1]))
-        return int(self.lengths.values[min(place, len(upto) - 1)])
+        lengths = self.lengths
+        return int(np.quantile(lengths.values, share, weights=lengths.counts, method="inverted_cdf"))
 
     @property
     def mean_length(self) -> float:

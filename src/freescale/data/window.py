@@ -70,7 +70,7 @@ def prepare(
         scalars={name: packer.pick(name) for name, kind in kinds.items() if not kind.listed},
         history=packer.pack(listed, seen),
         candidates=packer.pack(offered, [group.columns[CANDIDATE].bounds for group in groups]) if offered else None,
-        targets=packer.pack(listed, held) if split.holds_out else None,
+        targets=packer.pack(listed, held) if split.part == "test" else None,
     )
     return window, packer.unknown
 

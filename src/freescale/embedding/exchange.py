@@ -5,7 +5,7 @@ another holds the tables in order; what it keeps holds, per table, the ranks in 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from freescale.embedding.split import Shared, pack, packed_sizes, unpack
 from freescale.embedding.tables import Table, by_dim
 from freescale.embedding.unique import Wanted
-from freescale.transport.handle import Arriving, Transport
+from freescale.transport.handle import Transport
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""
@@ -55,11 +55,11 @@ class Parts(NamedTuple):
 class Coming(NamedTuple):
     """Rows of several tables on their way here, one transfer per width."""
 
-    of_width: list[tuple[list[str], "_Travelling"]]
+    of_width: list[tuple[list[str], Callable[[], list[Tensor]]]]
 
     def wait(self) -> dict[str, Tensor]:
         """Per table, what arrived from the ranks, in order."""
-        return {name: part for names, one in self.of_width for name, part in zip(names, one.wait(), strict=True)}
+        return {name: part for names, waited in self.of_width for name, part in zip(names, waited(), strict=True)}
 
 
 class Exchange:
@@ -77,7 +77,7 @@ class Exchange:
         one_each = [1] * self._ranks
         told = torch.tensor(counts, device=uniques[0].device)
         asked = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
-        ids = self._begin(uniques, counts, asked, name="ids").wait()
+        ids = self._begin(uniques, counts, asked, name="ids")()
         first = [table.owned(self._rank, self._ranks).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
         return Route(counts, asked, local)
@@ -116,20 +116,11 @@ class Exchange:
             coming.append(([table.name for table in group], one))
         return Coming(coming)
 
-    def _begin(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> "_Travelling":
-        """Send each table's part, ranks in order; what arrives is of the same form."""
+    def _begin(self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str) -> Callable[[], list[Tensor]]:
+        """Send each table's part, ranks in order; what is called to wait for it gives what arrives in the same form."""
         rows, counts = _by_rank(by_table, send), [[sum(of_rank) for of_rank in side] for side in (send, receive)]
-        return _Travelling(self._transport.all_to_all(rows, *counts, name=name), receive)
-
-
-class _Travelling(NamedTuple):
-    """Parts of tables on their way here, rank by rank."""
-
-    arriving: Arriving[Tensor]
-    counts: Counts
-
-    def wait(self) -> list[Tensor]:
-        return _by_table(self.arriving.wait(), self.counts)
+        arriving = self._transport.all_to_all(rows, *counts, name=name)
+        return lambda: _by_table(arriving.wait(), receive)
 
 
 def _counted(masks: list[Tensor], counts: Counts) -> Counts:

@@ -8,8 +8,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +47,8 @@ class FusedShard:
 
     def __init__(self, collections: Sequence["Collection"]) -> None:
         self._collections = collections
-        self._updating, self._rates = threading.Lock(), threading.Lock()
+        self._updating, self.steady_rates = threading.Lock(), threading.Lock()
+        """The second: nobody else sets a learning rate meanwhile. An update's is what its kernel has at the lookup."""
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read rows where they live: FBGEMM's own lookup would keep them for a backward pass."""
@@ -59,19 +59,13 @@ class FusedShard:
         """Run the backward pass of a lookup, which holds the optimizer."""
         with self._updating:
             for one in self._collections:
-                with self.steady_rates():
+                with self.steady_rates:
                     output = one.look_up(local, lr[one.names[0]])
                 output.backward(torch.cat([gradients[name] for name in one.names]).view_as(output))
 
-    @contextmanager
-    def steady_rates(self) -> Iterator[None]:
-        """Nobody else sets a learning rate meanwhile: an update's is the one that its kernel has at the lookup."""
-        with self._rates:
-            yield
-
     def rates(self) -> dict[str, float]:
         """Learning rates as they are set now, by table."""
-        with self.steady_rates():
+        with self.steady_rates:
             return {name: one.kernel.get_learning_rate() for one in self._collections for name in one.names}
 
     def state(self) -> dict[str, Tensor]:

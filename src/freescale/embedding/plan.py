@@ -20,16 +20,12 @@ def sharded(tables: ShardedTables, ranks: int) -> list[str]:
     lines = []
     for table in tables.tables:
         rows = table.block(ranks)
-        per_row = {name: _bytes_per_row(tensor) for name, tensor in state.items() if name.split(".")[0] == table.name}
+        per_row = {name: tensor[:1].nbytes for name, tensor in state.items() if name.split(".")[0] == table.name}
         weights, memory = per_row.pop(table.name) * rows, sum(per_row.values()) * rows
         shape = f"{table.rows:,} x {table.dim} row-wise over {ranks} ranks, up to {rows:,} rows each"
         held = f"{_mb(weights)} of weights and {_mb(memory)} of optimizer state per rank"
         lines.append(f"table {table.name}: {shape}: {held}")
     return lines
-
-
-def _bytes_per_row(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * (tensor[:1].numel() if tensor.dim() > 1 else 1)
 
 
 def _mb(size: float) -> str:

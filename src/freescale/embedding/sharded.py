@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from freescale.config import TablesConfig
+from freescale.config import RunConfig
 from freescale.embedding.exchange import Exchange, Route
 from freescale.embedding.plain import PlainShard
 from freescale.embedding.shard import Shard
@@ -14,6 +13,7 @@ from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
 from freescale.log import notice
 from freescale.transport.handle import Transport
+from freescale.transport.world import World
 
 
 class ShardedTables:
@@ -50,25 +50,18 @@ class ShardedTables:
 
 
 def shard_tables(
-    tables: Sequence[Table],
-    config: TablesConfig,
-    transport: Transport,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
+    tables: Sequence[Table], config: RunConfig, world: World, transport: Transport, dtype: torch.dtype
 ) -> ShardedTables:
     """Build the own rows and fill them: in FBGEMM, or as plain torch where FBGEMM has no such precision."""
-    rank, ranks = transport.peers.rank, transport.peers.ranks
     if dtype == torch.float32:
         from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
 
-        shard: Shard = fused_shard(tables, config, group, device)
+        shard: Shard = fused_shard(tables, config.tables, world.group, world.device)
     else:
         notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
-        shard = PlainShard(tables, config, rank=rank, ranks=ranks, dtype=dtype)
+        shard = PlainShard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
     state = shard.state()
     for table in tables:
-        table.fill(state[table.name], table.owned(rank, ranks).start, seed=seed, deviation=config.init)
+        first = table.owned(world.rank, world.ranks).start
+        table.fill(state[table.name], first, seed=config.seed, deviation=config.tables.init)
     return ShardedTables(tables, shard, transport)

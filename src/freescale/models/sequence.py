@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _WASTE = 1.25  # a bucket ends where padding would cost more than this over its shortest member
@@ -108,19 +107,19 @@ class Layout:
         return torch.minimum(self.position, self.history.repeat_interleave(self.lengths))
 
 
-class Remembered(Generic[P, T]):
+class Remembered(Generic[T]):
     """What follows from the spans of a batch: worked out once for all layers, and forgotten with the batch."""
 
-    def __init__(self, make: Callable[Concatenate[Tensor, P], T]) -> None:
+    def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
         self._known = WeakTensorKeyDictionary()
 
-    def __call__(self, spans: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, spans: Tensor, *args: Any) -> T:
         """Of these spans."""
         version = 0 if spans.is_inference() else spans._version
-        known, of = self._known.setdefault(spans, {}), (version, args, *kwargs.items())
+        known, of = self._known.setdefault(spans, {}), (version, *args)
         if of not in known:
-            known[of] = self._make(spans, *args, **kwargs)
+            known[of] = self._make(spans, *args)
         return known[of]
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from freescale.overlap.schedule import Operation, Schedule
 
@@ -23,29 +23,19 @@ Waits = Callable[[str], AbstractContextManager[None]]
 Take = Callable[[], None]
 
 
-class Streams(Protocol):
-    """Where a device runs what the lanes launch. A device that computes at once, as a CPU does, needs none."""
+class Streams:
+    """Where a device runs what the lanes launch. One that computes at once, as a CPU does, has nothing to do here."""
 
     def deferred(self) -> AbstractContextManager[object]:
         """What is launched inside runs beside everything else."""
-
-    def hand_over(self) -> Take:
-        """Called where work was launched. What is launched after calling the result, anywhere, runs after that work."""
-
-
-class NoStreams:
-    """Whatever was launched is done."""
-
-    def deferred(self) -> AbstractContextManager[object]:
-        """Nothing to do."""
         return nullcontext()
 
     def hand_over(self) -> Take:
-        """Nothing to wait for."""
+        """Called where work was launched. What is launched after calling the result, anywhere, runs after that work."""
         return lambda: None
 
 
-NONE = NoStreams()
+NONE = Streams()
 
 
 class Executor(Generic[F]):

@@ -43,10 +43,11 @@ class HazardError(ValueError):
     """A schedule under which something stale may be read."""
 
 
-def require_safe(schedule: Schedule) -> None:
-    """Refuse a schedule that is not proven safe, with the first offending pair."""
+def require_safe(schedule: Schedule) -> Schedule:
+    """Give a schedule that is proven safe; refuse any other with the first offending pair."""
     for hazard in hazards(schedule):
         raise HazardError(str(hazard))
+    return schedule
 
 
 def hazards(schedule: Schedule) -> Iterator[Hazard]:
@@ -97,8 +98,7 @@ def _rows(early: Run, late: Run) -> str:
         wrote, writes = mine in a.writes, theirs in b.writes
         in_order = early.batch < late.batch or (early.batch == late.batch and writes and not wrote)
         if (wrote or writes) and in_order and _may_share(early.batch, mine, late.batch, theirs):
-            verbs = {(True, False): "reads", (False, True): "changes", (True, True): "changes"}
-            return f"it {verbs[wrote, writes]} {theirs} rows, which may be {mine} rows of that one"
+            return f"it {'changes' if writes else 'reads'} {theirs} rows, which may be {mine} rows of that one"
     return ""
 
 

@@ -1,13 +1,13 @@
 """How long a rank computes, from the steps that a run kept whole. Pure."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from freescale.bubbles.events import RankStep, Span
+from freescale.bubbles.events import RankStep, Span, joined
 from freescale.bubbles.records import Sample
 from freescale.errors import DataError
 from freescale.simulate.operations import Machine
@@ -56,16 +56,6 @@ def _passes(step: RankStep) -> tuple[float, float]:
 
 def busy(step: RankStep, span: Span) -> float:
     """Seconds of a span without waits for transfers."""
-    waits = _joined((b, e) for t in step.transfers for b, e in t.waits)
+    waits = joined((b, e) for t in step.transfers for b, e in t.waits)
     waited = sum(max(0, min(end, span.end) - max(begin, span.begin)) for begin, end in waits)
     return (span.end - span.begin - waited) / 1e9
-
-
-def _joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found

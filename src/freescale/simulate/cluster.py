@@ -113,9 +113,8 @@ def _parsed(facts: dict[str, Any], where: str) -> Cluster:
     wrong = [name for name in given if name not in FIGURES] or [name for name in FIGURES if name not in given]
     if wrong or not all(isinstance(facts.get(key), str) for key in ("name", "device")):
         remedy = nearest(wrong[0], FIGURES) if wrong and wrong[0] in given else "give name, device and every figure"
-        raise ConfigError(
-            f"a figure is unknown or missing: {', '.join(wrong) or 'name, device'}", where=where, remedy=remedy
-        )
+        what = f"a figure is unknown or missing: {', '.join(wrong) or 'name, device'}"
+        raise ConfigError(what, where=where, remedy=remedy)
     return Cluster(facts["name"], facts["device"], {name: _figure(name, one, where) for name, one in given.items()})
 
 

@@ -43,10 +43,6 @@ class _Ordered(NamedTuple):
     def key(self) -> Key:
         return self.operation.key, self.number
 
-    @property
-    def needs(self) -> list[Key]:
-        return _needed(self.operation, self.step)
-
 
 class Engine:
     """Some ranks of a cluster, going through steps once."""
@@ -220,7 +216,7 @@ class Engine:
 
     def _needs(self, ordered: _Ordered) -> list[Key]:
         """What must have ended: what the schedule says, and what it need not say."""
-        found = [key for key in ordered.needs if 0 <= key[1] < len(self._loads)]
+        found = [key for key in _needed(ordered.operation, ordered.step) if 0 <= key[1] < len(self._loads)]
         if ordered.operation.name == "prepare":
             found.append((self._brings[-1].key, ordered.number))
             if ordered.number >= _AHEAD:

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from freescale import page
-from freescale.bubbles.report import COLOURS
+from freescale.bubbles.report import colours_of
 from freescale.simulate.cluster import FIGURES, Cluster
 from freescale.simulate.whatif import Outcome
 
 HEADER = ["ranks", "with", "step, ms", "samples/s", "scaling", "bubbles", "likely", "straggler", "shared"]
-_SEEN = 0.001
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -70,9 +69,7 @@ def _scaling(outcomes: Sequence[Outcome]) -> str:
 
 def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
     """At every size, a bar for each set of techniques."""
-    seen = {line.cause for one in outcomes for line in one.summary.lines if line.share >= _SEEN}
-    colours = {cause: colour for cause, colour in COLOURS.items() if cause in seen}
-    sections = []
+    colours, sections = colours_of(line for one in outcomes for line in one.summary.lines), []
     for size in sorted({one.ranks for one in outcomes}):
         some = [one for one in outcomes if one.ranks == size]
         bars = [page.Bar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]

@@ -18,18 +18,17 @@ from freescale.embedding import plan
 from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables, shard_tables
 from freescale.embedding.tables import Table
-from freescale.errors import ConfigError, DataError, nearest
+from freescale.errors import DataError
 from freescale.log import notice
 from freescale.models.protocol import Model
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
-from freescale.train.evaluate import evaluation_of
+from freescale.train.evaluate import evaluation_of, require_labels
 from freescale.train.journal import Journal
 from freescale.train.network import Network, data_parallel
-from freescale.train.numbers import Judge
-from freescale.train.parts import Parts
+from freescale.train.saving import Parts
 from freescale.train.step import Step
 from freescale.train.trainer import Trainer
 from freescale.transport.choose import Chosen, choose, for_samples
@@ -58,15 +57,7 @@ def assemble(config: RunConfig, world: World, model: Model, transport: Transport
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
         network = Network(model, replicated).to(world.device, dtype)
         return Assembly(network, None, plan.replicated(tables, dtype))
-    sharded = shard_tables(
-        tables,
-        config.tables,
-        transport or world.transport,
-        group=world.group,
-        device=world.device,
-        dtype=dtype,
-        seed=config.seed,
-    )
+    sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
     return Assembly(Network(model, None).to(world.device, dtype), sharded, plan.sharded(sharded, world.ranks))
 
 
@@ -94,31 +85,16 @@ def build(
     _require_columns(config, loader)
     ways = _ways(config, world, loader)
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows), ways.urgent)
-    steps = _steps(config, loader)
-    bubbles = Bubbles(
-        folder,
-        steps=steps,
-        every=max(config.train.log_every, _STEPS_PER_INTERVAL),
-        device=world.device,
-        deadline=config.train.deadline,
-    )
+    steps = config.train.epochs * len(loader)
+    steps = min(steps, config.train.max_steps or steps)
+    every = max(config.train.log_every, _STEPS_PER_INTERVAL)
+    bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, deadline=config.train.deadline)
     world.transport.watch(bubbles.recorder.begins)
     ways.urgent.watch(bubbles.recorder.begins)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = optimizer_of(config, assembly.network.parameters())
-    step = Step(
-        parallel,
-        assembly.tables,
-        optimizer,
-        _schedule(config, overlaps=ways.deferred is not None),
-        world,
-        bubbles.recorder,
-        ways=ways,
-        judge=Judge(config.train.spike),
-        micro_batches=config.train.micro_batches,
-        clip=config.train.clip,
-        autocast=config.train.precision == "bf16",
-    )
+    schedule = _schedule(config, overlaps=ways.deferred is not None)
+    step = Step(parallel, assembly.tables, optimizer, schedule, world, bubbles.recorder, ways, config.train)
     cost = _cost(config, model)
     batches, planner = _balanced(config, world, loader, cost, bubbles.recorder, ways.way)
     parts = Parts(
@@ -155,9 +131,7 @@ def _ways(config: RunConfig, world: World, loader: Loader) -> Chosen:
 def _schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
     """In which order a step is done, proven safe."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
-    found = overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts)
-    require_safe(found)
-    return found
+    return require_safe(overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts))
 
 
 def _cost(config: RunConfig, model: Model | None) -> Cost:
@@ -181,11 +155,6 @@ def _balanced(
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 
-def _steps(config: RunConfig, loader: Loader) -> int:
-    steps = config.train.epochs * len(loader)
-    return min(steps, config.train.max_steps) if config.train.max_steps else steps
-
-
 def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Of the dense part."""
     train = config.train
@@ -198,17 +167,7 @@ def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) ->
 def _require_columns(config: RunConfig, loader: Loader) -> None:
     """Refuse data that the task cannot use, before anything is built."""
     if not loader.known.items:
-        raise DataError(
-            "nobody counted the items of this data set, so the size of the table is unknown",
-            where=config.data.path,
-            remedy="import it with `freescale data import`, which writes the manifest",
-        )
-    columns = loader.dataset.columns
-    for label in config.task.labels:
-        if label not in columns:
-            raise ConfigError(
-                f"task.labels names '{label}', which the data does not have",
-                key="task.labels",
-                where=config.data.path,
-                remedy=nearest(label, columns),
-            )
+        what = "nobody counted the items of this data set, so the size of the table is unknown"
+        remedy = "import it with `freescale data import`, which writes the manifest"
+        raise DataError(what, where=config.data.path, remedy=remedy)
+    require_labels(config, loader, "the data")

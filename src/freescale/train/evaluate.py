@@ -6,11 +6,10 @@ from dataclasses import replace
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables
-from freescale.errors import DataError, nearest
+from freescale.errors import ConfigError, DataError, nearest
 from freescale.log import notice
-from freescale.train.metrics import retrieval_means
 from freescale.train.network import Network
-from freescale.train.retrieve import SAMPLES, Corpus, retrieval_sums_of
+from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
 from freescale.transport.world import World
 
 Evaluation = Callable[[], dict[str, float]]
@@ -62,15 +61,16 @@ def _require_fitting(config: RunConfig, world: World, network: Network) -> None:
     loader = _loader(config, world)
     rows, _ = network.model.tables["item"]
     if loader.known.rows != rows:
-        raise DataError(
-            f"data.test_path has {loader.known.items:,} items and the model {rows - config.data.oov_rows:,}",
-            where=config.data.test_path,
-            remedy="import it with `--vocabulary` and the training data's folder, so that items have the same numbers",
-        )
+        what = f"data.test_path has {loader.known.items:,} items and the model {rows - config.data.oov_rows:,}"
+        remedy = "import it with `--vocabulary` and the training data's folder, so that items have the same numbers"
+        raise DataError(what, where=config.data.test_path, remedy=remedy)
+    require_labels(config, loader, "data.test_path")
+
+
+def require_labels(config: RunConfig, loader: Loader, where: str) -> None:
+    """Refuse data without a column of labels that the task is about."""
+    columns = loader.dataset.columns
     for label in config.task.labels:
-        if label not in loader.dataset.columns:
-            raise DataError(
-                f"task.labels names '{label}', which data.test_path does not have",
-                where=config.data.test_path,
-                remedy=nearest(label, loader.dataset.columns),
-            )
+        if label not in columns:
+            what = f"task.labels names '{label}', which {where} does not have"
+            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=nearest(label, columns))

@@ -37,40 +37,34 @@ class Journal:
         self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False, quiet: bool = False
     ) -> None:
         """`quiet`: only the files are written."""
-        self._leads, self._steps, self._quiet = leads, steps, quiet
-        if not leads:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._unwritten = folder / FILE, b""
-        self._board = _tensorboard(folder) if tensorboard else None
-        self._bar = _bar(steps) if sys.stderr.isatty() and not quiet else None
+        self._leads, self._steps, self._path, self._unwritten = leads, steps, folder / FILE, b""
+        if leads:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._talks = leads and not quiet
+        self._board = _tensorboard(folder) if leads and tensorboard else None
+        self._bar = _bar(steps) if self._talks and sys.stderr.isatty() else None
 
     def say(self, text: str) -> None:
         """Print a line for people."""
-        if not self._leads or self._quiet:
-            return
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
-        else:
+        elif self._talks:
             sys.stderr.write(text + "\n")
 
     def progress(self, step: int, values: Mapping[str, float], *, seconds_left: float) -> None:
         """Note how training goes."""
         self.write({"kind": "train", "step": step, **values})
-        if not self._leads or self._quiet:
-            return
         text = f"loss {values['loss']:.4f}  {values['samples/s']:,.0f} samples/s  {values['tokens/s']:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, says=text)
         else:
             left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
-            sys.stderr.write(f"step {step}/{self._steps}  {text}  {left} left\n")
+            self.say(f"step {step}/{self._steps}  {text}  {left} left")
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add an entry to the file."""
-        if not self._leads:
-            return
-        self._add(json.dumps(entry) + "\n")
+        if self._leads:
+            self._add(json.dumps(entry) + "\n")
         if self._board is not None:
             for name, value in entry.items():
                 if isinstance(value, float):
@@ -78,11 +72,10 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Drop entries beyond a step, which will be done again, and half a line that may have been left."""
-        if not self._leads:
-            return
-        kept = [json.dumps(entry) + "\n" for entry in entries(self._path.parent) if entry["step"] <= step]
-        self._path.write_text("".join(kept), encoding="utf-8")
-        self._unwritten = b""
+        if self._leads:
+            kept = [json.dumps(entry) + "\n" for entry in entries(self._path.parent) if entry["step"] <= step]
+            self._path.write_text("".join(kept), encoding="utf-8")
+            self._unwritten = b""
 
     def _add(self, line: str) -> None:
         """What a full disk refuses is written when there is room again."""
@@ -96,8 +89,6 @@ class Journal:
 
     def close(self) -> None:
         """End all output."""
-        if not self._leads:
-            return
         if self._bar is not None:
             self._bar.stop()
         if self._board is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from freescale.bubbles.recorder import Flight as Transfer
 from freescale.bubbles.recorder import Recorder
 from freescale.embedding.prioritized import Held, Journey, RowOperations, held
 from freescale.embedding.sharded import ShardedTables
-from freescale.overlap.executor import Executor, NoStreams, Rest, Streams
+from freescale.overlap.executor import Executor, Rest, Streams
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.transport.choose import Chosen
 
@@ -35,21 +36,21 @@ class Lanes(Generic[F]):
         schedule: Schedule,
         does: Any,
         tables: ShardedTables | None,
-        *,
         ways: Chosen,
         recorder: Recorder | None,
         device: torch.device,
     ) -> None:
         self._does, self._recorder = does, recorder
-        self.deferred_cause = ""
+        self._deferred_cause = ""
         """Of what goes on behind the step right now."""
         self.most_held = Held(0, 0, 0)
         """The most bytes that batches under way held after a step."""
         self._rows = None if tables is None else RowOperations(tables)
         if ways.deferred is not None and tables is not None:
-            ways.deferred.watch(None if recorder is None else _watching(recorder, self))
+            ways.deferred.watch(None if recorder is None else partial(self._begins, recorder))
             tables.add_lane("deferred", ways.deferred)
-        self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, streams=streams_of(device))
+        streams = Streams() if device.type == "cpu" else SideStream(device)
+        self.executor: Executor[F] = Executor(schedule, self._do, self._waiting, streams=streams)
 
     def run(self, flight: F, following: F | None) -> None:
         """One step. Afterwards the next batch's rows and this one's gradients may be on their way."""
@@ -58,25 +59,25 @@ class Lanes(Generic[F]):
         self.most_held = Held(*map(max, self.most_held, now))
 
     def _do(self, operation: Operation, flight: F) -> Rest | None:
-        if operation.lane == "deferred" and self.executor.overlaps:  # another thread: only its traffic is recorded
-            self.deferred_cause = operation.cause
-            return self._done(operation, flight)
-        with self._during(operation.cause):
-            return self._done(operation, flight)
+        behind = operation.lane == "deferred" and self.executor.overlaps  # another thread: only its traffic is recorded
+        if behind:
+            self._deferred_cause = operation.cause
+        with nullcontext() if behind or self._recorder is None else self._recorder.during(operation.cause):
+            if hasattr(self._rows, operation.name):
+                return getattr(self._rows, operation.name)(flight.journey, operation.lane)
+            return getattr(self._does, operation.name)(flight, operation)
 
-    def _done(self, operation: Operation, flight: F) -> Rest | None:
-        if hasattr(self._rows, operation.name):
-            return getattr(self._rows, operation.name)(flight.journey, operation.lane)
-        return getattr(self._does, operation.name)(flight, operation)
-
-    def _during(self, cause: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.during(cause)
+    def _begins(self, recorder: Recorder, name: str, size: int) -> Transfer:
+        """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
+        if not self.executor.overlaps:
+            return recorder.begins(name, size)
+        return recorder.arrive(name, self._deferred_cause, alone=True, size=size)
 
     def _waiting(self, cause: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
 
 
-class SideStream:
+class SideStream(Streams):
     """A stream of a device for what is deferred. Not run by us: no GPU was at hand."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,19 +91,3 @@ class SideStream:
         """By an event, which the other stream waits for; no host does."""
         event = torch.accelerator.current_stream(self._device).record_event()
         return lambda: torch.accelerator.current_stream(self._device).wait_event(event)
-
-
-def streams_of(device: torch.device) -> Streams:
-    """What a device needs to run two lanes at once."""
-    return NoStreams() if device.type == "cpu" else SideStream(device)
-
-
-def _watching(recorder: Recorder, lanes: Lanes[Any]) -> Callable[[str, int], Transfer]:
-    """What is told of deferred transfers: behind the steps, unless everything runs one after another."""
-
-    def begins(name: str, size: int) -> Transfer:
-        if not lanes.executor.overlaps:
-            return recorder.begins(name, size)
-        return recorder.arrive(name, lanes.deferred_cause, alone=True, size=size)
-
-    return begins

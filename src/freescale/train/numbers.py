@@ -92,7 +92,6 @@ class Faults:
 
     def __init__(self, policy: Literal["stop", "skip", "rollback"]) -> None:
         self._policy, self._in_a_row = policy, 0
-        self.may_go_back = policy != "stop"
 
     def go_back(self, fault: Fault | None, left_out: Set[int]) -> bool:
         """Whether to train again from the newest checkpoint, without the samples of a fault. Raises where it ends."""
@@ -128,10 +127,8 @@ def culprits(network: Network, batch: Batch, moved: Mapping[str, Tensor] | None)
     leaves = [values.detach().requires_grad_() for values in (moved or {}).values()]
     rows = None if moved is None else dict(zip(moved, leaves, strict=True))
     weights = [weight for weight in network.parameters() if weight.requires_grad]
-    found = []
-    for sample, part, wanted in zip(
-        batch.sample_id.tolist(), parts, network.wanted([p.ids for p in parts]), strict=True
-    ):
+    found, asked = [], network.wanted([part.ids for part in parts])
+    for sample, part, wanted in zip(batch.sample_id.tolist(), parts, asked, strict=True):
         loss = network(part, wanted, rows)
         gradients: Any = torch.autograd.grad(loss, [*leaves, *weights], allow_unused=True) if loss.requires_grad else ()
         if not are_finite([loss.detach(), *(one for one in gradients if one is not None)]):

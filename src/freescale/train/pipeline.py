@@ -27,7 +27,7 @@ from freescale.embedding.tables import Table
 from freescale.embedding.unique import deduplicate
 from freescale.errors import UsageError
 from freescale.overlap.hazards import require_safe
-from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
+from freescale.overlap.schedule import Operation, overlapped, serial
 from freescale.train.lanes import Lanes
 from freescale.transport.choose import choose
 from freescale.transport.world import around
@@ -78,10 +78,8 @@ class Pipeline(Generic[B]):
         self._features, self._device = features or _fields_of, device or torch.device("cpu")
         found = [(n, m) for n, m in model.named_modules() if isinstance(m, PrioritizedEmbeddingCollection)]
         if not found:
-            raise UsageError(
-                "the model has no prioritized embeddings",
-                remedy="give DistributedModelParallel sharders=[fs.PrioritizedEmbeddingSharder()]",
-            )
+            remedy = "give DistributedModelParallel sharders=[fs.PrioritizedEmbeddingSharder()]"
+            raise UsageError("the model has no prioritized embeddings", remedy=remedy)
         self._collections = dict(found)
         group = next(iter(self._collections.values())).env.process_group
         assert group is not None
@@ -93,14 +91,9 @@ class Pipeline(Generic[B]):
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
             ways.urgent.watch(bubbles.recorder.begins)
-        self._lanes: Lanes[Flight[B]] = Lanes(
-            _schedule(overlaps=overlaps),
-            self,
-            self._tables,
-            ways=ways,
-            recorder=None if bubbles is None else bubbles.recorder,
-            device=self._device,
-        )
+        recorder = None if bubbles is None else bubbles.recorder
+        schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
+        self._lanes: Lanes[Flight[B]] = Lanes(schedule, self, self._tables, ways, recorder, self._device)
         self._divisor = group.size() if get_gradient_division() else 1
         self._computing: Flight[B] | None = None
         for path, collection in found:
@@ -145,7 +138,8 @@ class Pipeline(Generic[B]):
 
     def prepare(self, flight: Flight[B], _: Operation) -> None:
         """Bring the batch to the device and find the distinct ids of every table."""
-        flight.on_device = _to(flight.batch, self._device)
+        move = getattr(flight.batch, "to", None)
+        flight.on_device = flight.batch if move is None else move(self._device, non_blocking=True)
         found = list(self._features(flight.on_device))
         wanted = {}
         for path, collection in self._collections.items():
@@ -162,7 +156,7 @@ class Pipeline(Generic[B]):
 
     def forward(self, flight: Flight[B], _: Operation) -> None:
         """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
-        with self._shard.steady_rates():
+        with self._shard.steady_rates:
             self._optimizer.zero_grad()
         flight.journey.lr = self._shard.rates()
         for values in given(flight.journey.rows).values():
@@ -182,7 +176,7 @@ class Pipeline(Generic[B]):
 
     def update_dense(self, _: Flight[B], __: Operation) -> None:
         """Let their optimizer change the dense part. What it says about tables is their learning rate."""
-        with self._shard.steady_rates():
+        with self._shard.steady_rates:
             self._optimizer.step()
 
     def _served(self, path: str) -> Serve:
@@ -196,31 +190,17 @@ class Pipeline(Generic[B]):
                 return None
             _require_announced(features, flight.features[path], list(tables), path)
             rows, of_feature = given(flight.journey.rows), flight.features[path].to_dict()
-            return {
-                feature: JaggedTensor(
-                    values=functional.embedding(flight.places[path, feature], rows[table]),
-                    lengths=of_feature[feature].lengths(),
-                )
-                for feature, table in tables.items()
-            }
+            values = {f: functional.embedding(flight.places[path, f], rows[table]) for f, table in tables.items()}
+            return {f: JaggedTensor(values=values[f], lengths=of_feature[f].lengths()) for f in tables}
 
         return serve
-
-
-def _schedule(*, overlaps: bool) -> Schedule:
-    found = overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False)
-    require_safe(found)
-    return found
 
 
 def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:
     """All tables of a model, and what keeps this rank's rows of them."""
     named = {path: {t.name: _name(path, t.name) for t in one.tables} for path, one in collections.items()}
-    tables = [
-        Table(named[path][t.name], t.num_embeddings, t.embedding_dim)
-        for path, one in collections.items()
-        for t in one.tables
-    ]
+    every = [(named[path][table.name], table) for path, one in collections.items() for table in one.tables]
+    tables = [Table(name, table.num_embeddings, table.embedding_dim) for name, table in every]
     return tables, FusedShard([Collection(one, named[path]) for path, one in collections.items()])
 
 
@@ -230,21 +210,14 @@ def _require_even(tables: ShardedTables, group: dist.ProcessGroup) -> None:
     for table in tables.tables:
         expected, found = len(table.owned(group.rank(), group.size())), len(state[table.name])
         if found != expected:
-            raise UsageError(
-                f"rank {group.rank()} has {found} of {table.rows} rows, where equal blocks have {expected}",
-                where=f"table '{table.name}'",
-                remedy="plan it row_wise without sizes of your own",
-            )
+            what = f"rank {group.rank()} has {found} of {table.rows} rows, where equal blocks have {expected}"
+            remedy = "plan it row_wise without sizes of your own"
+            raise UsageError(what, where=f"table '{table.name}'", remedy=remedy)
 
 
 def _name(path: str, table: str) -> str:
     """Tables of two collections may have one name."""
     return f"{path}/{table}"
-
-
-def _to(batch: B, device: torch.device) -> B:
-    move = getattr(batch, "to", None)
-    return batch if move is None else move(device, non_blocking=True)
 
 
 def _fields_of(batch: Any) -> list[KeyedJaggedTensor]:
@@ -265,11 +238,9 @@ def _holding(found: list[KeyedJaggedTensor], names: list[str], path: str) -> Key
     holding = [one for one in found if set(names) <= set(one.keys())]
     if len(holding) == 1:
         return holding[0]
-    raise UsageError(
-        f"{len(holding)} of the {len(found)} KeyedJaggedTensors of a batch hold the features {', '.join(names)}",
-        where=f"collection '{path}'",
-        remedy="say which there are: fs.Pipeline(..., features=lambda batch: [batch.of_users, batch.of_items])",
-    )
+    what = f"{len(holding)} of the {len(found)} KeyedJaggedTensors of a batch hold the features {', '.join(names)}"
+    remedy = "say which there are: fs.Pipeline(..., features=lambda batch: [batch.of_users, batch.of_items])"
+    raise UsageError(what, where=f"collection '{path}'", remedy=remedy)
 
 
 def _require_announced(
@@ -279,14 +250,9 @@ def _require_announced(
     if given_now is announced or given_now.values() is announced.values():
         return
     now, then = given_now.to_dict(), announced.to_dict()
-    same = [
-        torch.equal(now[name].values(), then[name].values()) and torch.equal(now[name].lengths(), then[name].lengths())
-        for name in names
-        if name in now
-    ]
+    pairs = [(now[name], then[name]) for name in names if name in now]
+    same = [torch.equal(a.values(), b.values()) and torch.equal(a.lengths(), b.lengths()) for a, b in pairs]
     if not all(same) or len(same) < len(names):
-        raise UsageError(
-            "the model looks up other ids than the batch holds, so their rows were not fetched",
-            where=f"collection '{path}'",
-            remedy="let the loader change ids, or say what is looked up: fs.Pipeline(..., features=...)",
-        )
+        what = "the model looks up other ids than the batch holds, so their rows were not fetched"
+        remedy = "let the loader change ids, or say what is looked up: fs.Pipeline(..., features=...)"
+        raise UsageError(what, where=f"collection '{path}'", remedy=remedy)

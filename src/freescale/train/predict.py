@@ -19,9 +19,8 @@ def predict(saved: Saved, folder: Path, *, count: int) -> int:
     """Write `count` items and their scores for each user of this rank, and give how many users these were."""
     world, data = saved.world, replace(saved.config.data, split="none", global_batch=SAMPLES * saved.world.ranks)
     if folder.exists() and any(folder.glob("*.parquet")):
-        raise UsageError(
-            "there are predictions in this folder already", where=str(folder), remedy="choose another --out"
-        )
+        what = "there are predictions in this folder already"
+        raise UsageError(what, where=str(folder), remedy="choose another --out")
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader(data, seed=saved.config.seed, rank=world.rank, ranks=world.ranks)

@@ -1,6 +1,6 @@
 """The whole corpus ranked for users, piece by piece: no rank ever holds more than a piece of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 from freescale.data.batch import Batch, Events
 from freescale.embedding.sharded import ShardedTables
 from freescale.models.retrieval import Retrieval
-from freescale.train.metrics import retrieval_sums
 from freescale.train.network import Network
 
+CUTS = (10, 50, 200)
 SAMPLES = 512
 """Samples that a rank should rank at a time: the rows of the corpus travel once for all of them."""
 
@@ -105,8 +105,21 @@ def _inside(sample: Tensor, item: Tensor, first: int, items: int) -> tuple[Tenso
     return sample[inside], item[inside] - first
 
 
+def retrieval_sums(place: Tensor) -> Tensor:
+    """Add up, over queries with `place` items before their right one: count, hits at each cut, NDCG@10, MRR."""
+    place = place.double()
+    gain = 1.0 / (place + 2.0).log2()
+    hits: Iterable[Tensor] = ((place < cut).double().sum() for cut in CUTS)
+    return torch.stack([place.new_tensor(len(place)), *hits, (gain * (place < 10)).sum(), (1 / (place + 1)).sum()])
+
+
+def retrieval_means(sums: Tensor) -> dict[str, float]:
+    """Turn sums over all ranks into metrics by name."""
+    count, *rest = sums.tolist()
+    names = [*(f"hr@{cut}" for cut in CUTS), "ndcg@10", "mrr"]
+    return {name: value / max(count, 1.0) for name, value in zip(names, rest, strict=True)} | {"users": count}
+
+
 def retrieval_sums_of(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
     """Sums of the retrieval metrics over this rank's samples."""
-    return sum(
-        (retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=torch.zeros(6, dtype=torch.float64)
-    )
+    return sum((retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=retrieval_sums(torch.empty(0)))

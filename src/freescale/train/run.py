@@ -24,16 +24,15 @@ def train(
     newest = store.newest(folder / "checkpoints", world.transport)
     again = generation() > 0
     if newest is not None and not resume and not again:
-        raise UsageError(
-            f"there is a run in {folder} already", where=str(newest), remedy="add --resume, or choose another --out"
-        )
+        remedy = "add --resume, or choose another --out"
+        raise UsageError(f"there is a run in {folder} already", where=str(newest), remedy=remedy)
     if newest is None and resume and not again:
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
         trainer.saving.resume()
     elif again:
-        trainer.saving.begin_again()
+        trainer.saving.go_on("there is no checkpoint yet: training begins again")
     if world.leads:
         configs.save(config, folder / "config.toml")
         _link(folder)

@@ -27,18 +27,14 @@ class Saved:
     def corpus(self) -> Corpus:
         """The items, ready to be ranked."""
         if self.config.task.kind != "retrieval":
-            raise UsageError(
-                f"this run was trained for {self.config.task.kind}, which does not rank the corpus",
-                remedy='use a run with task.kind = "retrieval"',
-            )
+            what = f"this run was trained for {self.config.task.kind}, which does not rank the corpus"
+            raise UsageError(what, remedy='use a run with task.kind = "retrieval"')
         return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device)
 
 
 def config_of(run: Path, data: str | None = None) -> RunConfig:
     """The config of a run, with another data set if one is given."""
-    if not (run / "config.toml").exists():
-        raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
-    config = configs.load(run / "config.toml")
+    config = configs.of_run(run)
     if data is None:
         return config
     return replace(config, data=replace(config.data, path=data, test_path=data if config.data.test_path else ""))

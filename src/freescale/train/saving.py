@@ -1,24 +1,66 @@
-"""What a run keeps to go on from: when it is saved, what is saved, and how it is taken up again."""
+"""What a training is made of and where it stands; when that is saved, and how it is taken up again."""
 
 import math
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from freescale.balance.ahead import Batches
+from freescale.balance.cost import Cost
+from freescale.balance.plan import Planner
+from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, Part
-from freescale.config import to_toml
+from freescale.config import RunConfig, to_toml
+from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
 from freescale.log import notice
 from freescale.train.interval import Interval
 from freescale.train.journal import Journal
-from freescale.train.parts import Parts, Progress
-from freescale.transport.world import apart, generation
+from freescale.train.network import Network
+from freescale.train.step import Step
+from freescale.transport.world import World, apart, generation
 
 _FITS, _DAMAGED, _OF_ANOTHER = range(3)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of; `build` makes it."""
+
+    config: RunConfig
+    world: World
+    loader: Batches
+    planner: Planner | None
+    """Of the loader's batches, where they are balanced."""
+    steps: int
+    """Of the whole run."""
+    network: Network
+    tables: ShardedTables | None
+    optimizer: torch.optim.Optimizer
+    step: Step
+    bubbles: Bubbles
+    cost: Cost
+    """Of a sample, for the report."""
+    evaluate: Callable[[], dict[str, float]] | None
+    """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
+
+
+@dataclass
+class Progress:
+    """Where a training stands, the same on all ranks."""
+
+    cursor: dict[str, int | str]
+    """Behind the last batch that was computed."""
+    done: int = 0
+    """Steps."""
+    left_out: set[int] = field(default_factory=set)
+    """Samples that gave what is not a number, and are trained on no more."""
 
 
 class Saving:
@@ -76,7 +118,7 @@ class Saving:
             own = _FITS if error is None else _DAMAGED if isinstance(error, DamagedError) else _OF_ANOTHER
             worst = transport.largest(own, name="loading")
             if worst == _FITS:
-                self._go_on(f"resumed from {newest} at step {self._at.done}")
+                self.go_on(f"resumed from {newest} at step {self._at.done}")
                 return
             if worst == _OF_ANOTHER:
                 raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
@@ -85,15 +127,8 @@ class Saving:
             if self._parts.world.leads:
                 self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
                 store.set_aside(newest)
-        raise CheckpointError(
-            "there is no checkpoint that can be read",
-            where=str(self._store.folder),
-            remedy="start anew with another --out; what was damaged is still there",
-        )
-
-    def begin_again(self) -> None:
-        """Train from the beginning, where an earlier start of this run ended before its first checkpoint."""
-        self._go_on("there is no checkpoint yet: training begins again")
+        remedy = "start anew with another --out; what was damaged is still there"
+        raise CheckpointError("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
 
     def note_recovery(self) -> None:
         """Once, when the first step is done after a start that followed a loss: how long that took."""
@@ -106,8 +141,8 @@ class Saving:
         self._journal.write(entry | {"why": why, "seconds": seconds})
         self._journal.say(f"recovered in {seconds:.1f} s: {why}")
 
-    def _go_on(self, how: str) -> None:
-        """Drop what was noted beyond here by who was lost, and say it."""
+    def go_on(self, how: str) -> None:
+        """From where training stands: drop what was noted beyond here by who was lost, and say it."""
         self._journal.rewind(self._at.done)
         self._journal.say(how)
 

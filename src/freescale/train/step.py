@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.recorder import Recorder
+from freescale.config import TrainConfig
 from freescale.data.batch import Batch
 from freescale.embedding.prioritized import Journey, given
 from freescale.embedding.sharded import ShardedTables
@@ -77,29 +78,17 @@ class Step:
         schedule: Schedule,
         world: World,
         recorder: Recorder,
-        *,
         ways: Chosen,
-        judge: Judge,
-        micro_batches: int = 1,
-        clip: float = 0.0,
-        autocast: bool = False,
+        config: TrainConfig,
     ) -> None:
         self._parallel, self._optimizer, self._world, self._ways = parallel, optimizer, world, ways
         self._network: Network = parallel.module
-        self.judge = judge
+        self._config, self.judge = config, Judge(config.spike)
         self.culprits: list[int] = []
         """Samples of this rank that gave what is not a number, until somebody has dealt with them."""
         self.lacking = False
         """Whether this rank has kept back such gradients of rows, though the dense ones were sound."""
-        self._micro_batches, self._clip, self._autocast = micro_batches, clip, autocast
-        self._lanes: Lanes[Flight] = Lanes(
-            schedule,
-            self,
-            tables,
-            ways=ways,
-            recorder=recorder,
-            device=world.device,
-        )
+        self._lanes: Lanes[Flight] = Lanes(schedule, self, tables, ways, recorder, world.device)
         self.looks_ahead = self._lanes.executor.looks_ahead
 
     def run(self, batch: Batch, rates: Rates, *, stop: bool = False, following: Batch | None = None) -> Flight:
@@ -138,7 +127,7 @@ class Step:
     def prepare(self, flight: Flight, _: Operation) -> None:
         """Lay the batch out and find the distinct ids whose rows it needs."""
         batch = flight.batch.to(self._world.device)
-        flight.parts = [self._network.model.prepare(part) for part in batch.parts(self._micro_batches)]
+        flight.parts = [self._network.model.prepare(part) for part in batch.parts(self._config.micro_batches)]
         flight.count = sum(part.count for part in flight.parts)
         flight.wanted = self._network.wanted([part.ids for part in flight.parts])
         flight.journey.wanted = flight.wanted[0]
@@ -154,7 +143,8 @@ class Step:
         part, rows = operation.part, flight.journey.rows
         for values in (rows or {}).values():
             values.requires_grad_()
-        with torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._autocast), self._syncs(part):
+        halves = self._config.precision == "bf16"
+        with torch.autocast(self._world.device.type, torch.bfloat16, enabled=halves), self._syncs(part):
             total = self._parallel(flight.parts[part], flight.wanted[part], rows)
         flight.losses.append(total / max(1, flight.count))
 
@@ -162,13 +152,13 @@ class Step:
         """Gradients of rows and of the dense part; DDP adds the latter up over all ranks meanwhile."""
         with self._syncs(operation.part), self._world.transport.named("dense gradients"):
             flight.losses[operation.part].backward()
-        if operation.part == self._micro_batches - 1:
+        if operation.part == self._config.micro_batches - 1:
             self._judge(flight)
 
     def update_dense(self, flight: Flight, _: Operation) -> None:
         """Change the dense part, the same on every rank."""
-        if self._clip:
-            torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._clip, given(flight.norm))
+        if self._config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._config.clip, given(flight.norm))
         for group in self._optimizer.param_groups:
             group["lr"] = flight.rates.dense
         if not flight.fault:
@@ -191,4 +181,4 @@ class Step:
 
     def _syncs(self, part: int) -> contextlib.AbstractContextManager[None]:
         """Gradients of micro-batches gather here; only the last one has them added up over the ranks."""
-        return contextlib.nullcontext() if part == self._micro_batches - 1 else self._parallel.no_sync()
+        return contextlib.nullcontext() if part == self._config.micro_batches - 1 else self._parallel.no_sync()

@@ -14,8 +14,7 @@ from freescale.data.batch import Batch
 from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.numbers import Fault, Faults, gathered
-from freescale.train.parts import Parts, Progress
-from freescale.train.saving import Saving
+from freescale.train.saving import Parts, Progress, Saving
 from freescale.train.step import Flight, Rates
 
 _SAME_CTRL_C = 2.0
@@ -55,7 +54,7 @@ class Trainer:
         self._journal.close()
 
     def _run(self) -> bool:
-        if self._faults.may_go_back and not self.at.done:
+        if self._train.on_fault != "stop" and not self.at.done:  # or there would be nothing to go back to
             self.saving.save()
         while (stopped := self._train_on()) is None:
             self._go_back()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,6 @@ _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 """What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
 
 
-class _Begun(NamedTuple):
-    """A transfer under way: since when, and the bytes that a link carries for it."""
-
-    at: float
-    size: int
-
-
 class C10d:
     """Collectives of one process group. Operations are named, because errors name them."""
 
@@ -32,7 +25,8 @@ class C10d:
         self.deadline, self.group = deadline, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self._watcher: Watcher | None = None
-        self._under_way: dict[dist.Work, _Begun] = {}
+        self._under_way: dict[dist.Work, tuple[float, int]] = {}
+        """Since when, and the bytes that a link carries for it."""
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every transfer that begins."""
@@ -44,10 +38,7 @@ class C10d:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:])) if out is None else out
-
-        def begin() -> dist.Work | None:
-            return dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group, async_op=True)
-
+        begin = partial(dist.all_to_all_single, out, rows, list(receive), list(send), group=self.group, async_op=True)
         # The rows must outlive the transfer, so the handle holds them.
         return self._start(begin, name, rows.nbytes, lambda _kept=rows: out)
 
@@ -55,18 +46,12 @@ class C10d:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
-
-        def begin() -> dist.Work | None:
-            return dist.all_gather(parts, values, group=self.group, async_op=True)
-
+        begin = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
 
     def all_reduce(self, values: Tensor, *, name: str, how: _How = dist.ReduceOp.SUM) -> Handle[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-
-        def begin() -> dist.Work | None:
-            return dist.all_reduce(values, how, group=self.group, async_op=True)
-
+        begin = partial(dist.all_reduce, values, how, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda: values)
 
     def total(self, number: int, *, name: str) -> int:
@@ -85,13 +70,13 @@ class C10d:
         return work.get_future().then(lambda done: landed(done.value()[0]))
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving: see `pieces.Busy`."""
+        """Whether a transfer that began here may be moving: see `Transport`."""
         begun = [begun for work, begun in list(self._under_way.items()) if not work.is_completed()]
         if not begun or not rate:
             return bool(begun)
         # They go one behind another, so all of them together are given the time that all of their bytes need.
-        needed = sum(one.size for one in begun) / rate
-        return time.monotonic() - min(one.at for one in begun) < _SLACK_SECONDS + _SLACK * needed
+        since, sizes = zip(*begun, strict=True)
+        return time.monotonic() - min(since) < _SLACK_SECONDS + _SLACK * sum(sizes) / rate
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -109,14 +94,13 @@ class C10d:
         flight = self._watcher(name, size) if self._watcher is not None else None
         with self.peers.during(name):
             work = begin()
-        if work is None:
-            raise RuntimeError(f"{name}: this rank is not in the group")
-        landed, told = self._note(work, size), {"operation": name, "peers": self.peers, "deadline": self.deadline}
-        return Handle(_Waiting(work, self), lambda: landed(finish()), flight=flight, **told)
+        assert work is not None  # this rank is in the group
+        landed = self._note(work, size)
+        return Handle(name, self, flight, partial(self._wait, work), lambda: landed(finish()))
 
     def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
         """A transfer is under way until its result is passed through what this gives."""
-        self._under_way[work] = _Begun(time.monotonic(), size)
+        self._under_way[work] = time.monotonic(), size
 
         def landed(result: Tensor) -> Tensor:
             self._under_way.pop(work, None)
@@ -124,22 +108,16 @@ class C10d:
 
         return landed
 
-
-class _Waiting(NamedTuple):
-    """A transfer of a group that may lose a rank."""
-
-    work: dist.Work
-    transport: C10d
-
-    def wait(self, timeout: timedelta) -> None:
-        if self.transport.device.type != "cpu":
-            self.work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
+    def _wait(self, work: dist.Work, seconds: float) -> None:
+        """For a transfer of a group that may lose a rank."""
+        if self.device.type != "cpu":
+            work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
             return
-        until = time.monotonic() + timeout.total_seconds()
+        until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > LOOK_SECONDS:
             with suppress(RuntimeError):
-                self.work.wait(timedelta(seconds=LOOK_SECONDS))
-            if self.work.is_completed():
+                work.wait(timedelta(seconds=LOOK_SECONDS))
+            if work.is_completed():
                 break
-            self.transport.peers.require_all()
-        self.work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did
+            self.peers.require_all()
+        work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did

@@ -17,7 +17,7 @@ from freescale.config.schema import TransportConfig
 from freescale.errors import ConfigError
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Transport
-from freescale.transport.host_staged import Copies, Inline, OnStream
+from freescale.transport.host_staged import Copies, OnStream
 from freescale.transport.one_sided import OneSided
 from freescale.transport.pieces import Pieces
 from freescale.transport.probe import Measured, probe
@@ -69,7 +69,7 @@ class Ways:
             key = f"transport.{'urgent' if urgent is None else 'deferred'}"
             raise ConfigError(f"{what}: {self.impossible[way]}", key=key, remedy=remedy)
         group = self._world.transport if urgent is None else beside(self._world.transport)
-        copies: Copies = Inline()
+        copies = Copies()
         if way == "host_staged" and self._world.device.type != "cpu":
             group, copies = apart(deadline=group.deadline), OnStream(self._world.device)
         # What gives way is cut into pieces. What is urgent is so only where it has to pass through the host.

@@ -31,15 +31,13 @@ _NOT_KERNELS = ("memcpy", "memset", "signal")
 class CopyEngine:
     """Room in memory of the GPUs of a group, all of which must come here. Use one per lane: signals are its own."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, peers: Peers, *, name: str, deadline: float, arena: int = ARENA_BYTES
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, peers: Peers, *, name: str, deadline: float) -> None:
         self.ranks = list(range(group.size()))
         self._timeout_ms = int(deadline * 1e3)
         self._device = torch.device("cuda", torch.cuda.current_device())
         # Of torch's backends only this one has signals between any two ranks that do what they say.
         symmetric.set_backend("CUDA")
-        self._arena = symmetric.empty(arena, dtype=torch.uint8, device=self._device)
+        self._arena = symmetric.empty(ARENA_BYTES, dtype=torch.uint8, device=self._device)
         self._shared = symmetric.rendezvous(self._arena, group)
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._leased: dict[int, int] = {}

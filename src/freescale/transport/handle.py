@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -56,7 +55,7 @@ class Peers:
         """Whatever fails inside is said with the ranks that do not answer."""
         try:
             yield
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise self.failure(operation, error) from error
 
     def failure(self, operation: str, error: Exception) -> TransportError:
@@ -68,11 +67,9 @@ class Peers:
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
         except RuntimeError:
             who = "the store does not answer, so its host is probably gone"
-        return TransportError(
-            f"{operation} failed on rank {self.rank} of {self.ranks}: {who}",
-            where=reason(error),
-            remedy="look at the logs of those ranks; the run can be resumed from its newest checkpoint",
-        )
+        what = f"{operation} failed on rank {self.rank} of {self.ranks}: {who}"
+        remedy = "look at the logs of those ranks; the run can be resumed from its newest checkpoint"
+        return TransportError(what, where=reason(error), remedy=remedy)
 
 
 def _answered(ask: Callable[[], T], seconds: float) -> T | None:
@@ -99,11 +96,9 @@ class Flight(Protocol):
 
     def waits(self) -> None:
         """From here on this rank can do nothing but wait for it."""
-        ...
 
     def landed(self) -> None:
         """It is done."""
-        ...
 
 
 Watcher = Callable[[str, int], Flight]
@@ -115,15 +110,6 @@ class Arriving(Protocol[Out]):
 
     def wait(self) -> Out:
         """Give it once it is there."""
-        ...
-
-
-class Work(Protocol):
-    """A transfer that can be waited for, as torch's own can."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Return when it is done; raise RuntimeError if it fails or takes longer."""
-        ...
 
 
 class Transport(Protocol):
@@ -134,23 +120,24 @@ class Transport(Protocol):
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every transfer that begins."""
-        ...
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Arriving[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
-        ...
 
     def all_gather(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
-        ...
+        once = [1] * self.peers.ranks
+        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""
-        ...
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving: see `pieces.Busy`."""
-        ...
+        """Whether a transfer that began here may be moving.
+
+        `rate`: bytes per second that the wire has shown, if it has. What has not ended in the time that its bytes need
+        waits for a rank that is late; until that comes, nothing is gained by holding others back.
+        """
 
 
 @dataclass(frozen=True)
@@ -164,28 +151,23 @@ class Landed(Generic[T]):
         return self.value
 
 
+@dataclass(frozen=True)
 class Handle(Generic[T]):
-    """What a transfer will give. `wait` returns it, or fails by the deadline."""
+    """What a transfer will give. `wait` returns it, or fails by the deadline of what moves it."""
 
-    def __init__(
-        self,
-        work: Work,
-        finish: Callable[[], T],
-        *,
-        operation: str,
-        peers: Peers,
-        deadline: float,
-        flight: Flight | None = None,
-    ) -> None:
-        self._work, self._finish, self._flight = work, finish, flight
-        self._operation, self._peers, self._deadline = operation, peers, deadline
+    operation: str
+    transport: Transport
+    flight: Flight | None
+    ends: Callable[[float], None]
+    """Returns when the transfer is done; raises RuntimeError if it fails or takes more than so many seconds."""
+    finish: Callable[[], T]
 
     def wait(self) -> T:
         """Wait for the transfer to end and give its result."""
-        if self._flight is not None:
-            self._flight.waits()
-        with self._peers.during(self._operation):
-            self._work.wait(timedelta(seconds=self._deadline))
-        if self._flight is not None:
-            self._flight.landed()
-        return self._finish()
+        if self.flight is not None:
+            self.flight.waits()
+        with self.transport.peers.during(self.operation):
+            self.ends(self.transport.deadline)
+        if self.flight is not None:
+            self.flight.landed()
+        return self.finish()

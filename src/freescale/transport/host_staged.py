@@ -23,10 +23,10 @@ class Copied(Protocol):
         """Wait for it."""
 
 
-class Copies(Protocol):
-    """Makes copies, one after another, beside whoever computes."""
+class Copies:
+    """Makes copies, one after another: those of a CPU, each of which is over when it was asked for."""
 
-    pinned: bool
+    pinned = False
     """Whether memory of the host must be pinned for it."""
 
     def begin(self) -> None:
@@ -34,38 +34,20 @@ class Copies(Protocol):
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Begin a copy."""
-
-    def mark(self) -> Copied:
-        """The end of those that have begun so far."""
-
-    def hand_over(self) -> None:
-        """Whoever computes may use from here on what was copied so far."""
-
-
-class Inline:
-    """Copies of a CPU."""
-
-    pinned = False
-
-    def begin(self) -> None:
-        """Whatever was computed is there."""
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy now."""
         into.copy_(source)
 
     def mark(self) -> Copied:
-        """It is over already."""
+        """The end of those that have begun so far."""
         return self
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
 
     def hand_over(self) -> None:
-        """Nothing is left to hand over."""
+        """Whoever computes may use from here on what was copied so far."""
 
 
-class OnStream:
+class OnStream(Copies):
     """Copies of a device, on a stream of their own. Not run by us: no GPU was at hand."""
 
     pinned = True

@@ -84,7 +84,9 @@ class Links:
                 said, memories, _, _ = socket.recv_fds(self._sockets[peer], _FORM.size, 1)
             if not said:
                 self._poll.unregister(number)
-                self._see_off(peer)
+                self._left.add(peer)
+                if peer not in self._said_goodbye:  # who went without a word has died, and nobody here can go on
+                    raise RuntimeError(f"rank {peer} is gone")
                 continue
             what, *numbers = _FORM.unpack(said)
             if what == _GOODBYE:
@@ -92,12 +94,6 @@ class Links:
             else:
                 self._hear(Message(peer, what, (numbers[0], numbers[1], numbers[2]), *memories or [None]))
         return bool(heard)
-
-    def _see_off(self, peer: int) -> None:
-        """Whoever went without a word has died, and nobody here can go on."""
-        self._left.add(peer)
-        if peer not in self._said_goodbye:
-            raise RuntimeError(f"rank {peer} is gone")
 
 
 def _say_goodbye(sockets: Mapping[int, socket.socket]) -> None:
@@ -115,18 +111,15 @@ class _Meeting:
         self._peers, self._until = peers, time.monotonic() + deadline
         self._keys = {rank: f"freescale/shared memory/{name}/{rank}" for rank in ranks}
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        with _socket() as door:
+        with _socket() as door, peers.during("sharing memory"):
             door.bind("")  # the kernel finds a name that is free, and no file system knows it
             door.listen(len(ranks))
             peers.store.set(self._keys[peers.rank], (door.getsockname() + self._token).hex())
-            try:
-                for peer in ranks:
-                    if peer < peers.rank:
-                        self._visit(peer)
-                while len(self.sockets) < len(ranks) - 1:
-                    self._let_in(door)
-            except (OSError, RuntimeError) as error:
-                raise peers.failure("sharing memory", error) from error
+            for peer in ranks:
+                if peer < peers.rank:
+                    self._visit(peer)
+            while len(self.sockets) < len(ranks) - 1:
+                self._let_in(door)
         for link in self.sockets.values():
             link.settimeout(deadline)
 

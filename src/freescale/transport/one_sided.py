@@ -3,24 +3,60 @@
 Bytes are copied once. Offers are made when a transfer begins and wait for nothing; writing waits only for an offer, and
 a result only for what was written. So nobody blocks anybody for good as long as all ranks begin the same transfers in
 the same order. What has been offered already is written when a transfer begins, the rest when somebody waits for it.
+
+Who implements the memory decides what a write and a signal are: a copy inside the memory of a host (`shared_memory`),
+or one by the copy engine of a GPU (`copy_engine`).
 """
 
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Arriving, Handle, Watcher
+from freescale.transport.handle import Arriving, Handle, Transport, Watcher
 from freescale.transport.pieces import Pieces
-from freescale.transport.symmetric import SymmetricMemory
+
+_Place = Callable[[], None]
 
 
-class OneSided:
+class SymmetricMemory(Protocol):
+    """Room that peers can reach and the signals about it, seen from one rank. Offers and signals keep their order."""
+
+    ranks: list[int]
+    """Who shares it, this rank among them."""
+
+    def room(self, like: Tensor, rows: int) -> Tensor:
+        """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
+
+    def offer(self, peer: int, part: Tensor) -> None:
+        """Let a peer fill a part of such room, given as bytes."""
+
+    def offered(self, peer: int) -> bool:
+        """Whether a peer has offered a part that was not taken yet."""
+
+    def take(self, peer: int, *, until: float) -> Tensor:
+        """The oldest part that a peer has offered; fails at a moment of the monotonic clock."""
+
+    def filled(self, peer: int) -> None:
+        """Tell a peer that the oldest part that it waits for is filled by what was copied so far."""
+
+    def wait(self, peer: int, *, until: float) -> None:
+        """Until a peer has filled the oldest part that it was offered; fails at a moment of the monotonic clock."""
+
+    def moving(self) -> AbstractContextManager[object]:
+        """Copies and signals that are asked for inside happen where they take the least from compute."""
+
+    def hand_over(self) -> None:
+        """Whoever computes may use from here on what was moved so far."""
+
+
+class OneSided(Transport):
     """Transfers between ranks that reach each other's memory.
 
     `beyond` carries what goes to ranks that the memory does not reach, and what has to be added up: copies add nothing.
@@ -65,13 +101,8 @@ class OneSided:
                     self._begun[peer] += 1
             theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
             self._write_what_is_offered()
-        work = _Work(self, self._begun.copy(), self._awaited.copy(), far)
-        return Handle(work, lambda: out, operation=name, peers=self.peers, deadline=self.deadline, flight=flight)
-
-    def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
-        """Gather equally shaped values of all ranks into [ranks, ...]."""
-        once = [1] * self.peers.ranks
-        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
+        ends = partial(self._finish, self._begun.copy(), self._awaited.copy(), far)
+        return Handle(name, self, flight, ends, lambda: out)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""
@@ -81,8 +112,9 @@ class OneSided:
         """Whether anything goes beyond; what is near is written by whoever begins a transfer or waits for it."""
         return self._beyond.busy(rate)
 
-    def finish(self, begun: Counter[int], awaited: Counter[int], until: float) -> None:
-        """Write so many parts to each peer, and wait for so many of each."""
+    def _finish(self, begun: Counter[int], awaited: Counter[int], far: _Place | None, seconds: float) -> None:
+        """Write so many parts to each peer, wait for so many of each, and put in place what comes from afar."""
+        until = time.monotonic() + seconds
         with self._memory.moving():
             self._write_what_is_offered()
             for peer in self._near:
@@ -93,6 +125,8 @@ class OneSided:
                     self._memory.wait(peer, until=until)
                     self._arrived[peer] += 1
         self._memory.hand_over()
+        if far is not None:
+            far()
 
     def _write_what_is_offered(self) -> None:
         for peer in self._near:
@@ -106,7 +140,7 @@ class OneSided:
         self._memory.filled(peer)
         self._written[peer] += 1
 
-    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> Callable[[], None] | None:
+    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> _Place | None:
         """Begin what goes to ranks beyond this memory, if there are any; gives what puts in place what comes."""
         far = [rank for rank, near in enumerate(self._is_near) if not near]
         if not far:
@@ -120,17 +154,3 @@ class OneSided:
                 theirs[rank].copy_(piece)
 
         return place
-
-
-class _Work(NamedTuple):
-    """A transfer: after how many parts, to and from each peer, what is near is there, and what brings the rest."""
-
-    transport: OneSided
-    begun: Counter[int]
-    awaited: Counter[int]
-    far: Callable[[], None] | None
-
-    def wait(self, timeout: timedelta) -> None:
-        self.transport.finish(self.begun, self.awaited, time.monotonic() + timeout.total_seconds())
-        if self.far is not None:
-            self.far()

@@ -12,14 +12,14 @@ it has come, so what is urgent has the wire when it can move.
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Arriving, Landed, Watcher
-from freescale.transport.host_staged import Copied, Copies, Inline, Staging
+from freescale.transport.handle import Arriving, Landed, Transport, Watcher
+from freescale.transport.host_staged import Copied, Copies, Staging
 
 PIECE_BYTES = {"cpu": 1 << 19, "cuda": 8 << 20}
 """Of what gives way: two of them are a few milliseconds of a slow link, and well below one of a fast one."""
@@ -33,24 +33,13 @@ _MOST = 128
 """Pieces of what one rank has for another: very uneven transfers have larger ones."""
 
 
-class Busy(Protocol):
-    """Something that transfers."""
-
-    def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving.
-
-        `rate`: bytes per second that the wire has shown, if it has. What has not ended in the time that its bytes need
-        waits for a rank that is late; until that comes, nothing is gained by holding others back.
-        """
-
-
-class Pieces:
+class Pieces(Transport):
     """Transfers of a group, piece by piece. One has ended when the call that begins it returns."""
 
-    def __init__(self, transport: C10d, *, urgent: Busy | None = None, copies: Copies | None = None) -> None:
+    def __init__(self, transport: C10d, *, urgent: Transport | None = None, copies: Copies | None = None) -> None:
         self.peers, self.deadline = transport.peers, transport.deadline
         self._transport, self._urgent = transport, urgent
-        self._staging = Staging(copies or Inline())
+        self._staging = Staging(copies or Copies())
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -73,11 +62,6 @@ class Pieces:
         more = int(heard.max()) - own
         self._exchange([nothing] * more, [nothing] * more, name)
         return Landed(out)
-
-    def all_gather(self, values: Tensor, *, name: str) -> Landed[Tensor]:
-        """Gather equally shaped values of all ranks into [ranks, ...]."""
-        once = [1] * self.peers.ranks
-        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Landed[Tensor]:
         """Add up a few values over all ranks, in place."""

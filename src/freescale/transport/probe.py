@@ -58,7 +58,9 @@ class Compute:
         """Products per second until something is done."""
         count, began = 0, time.perf_counter()
         while not done():
-            self._once()
+            torch.mm(self._matrix, self._matrix.T, out=self._product)
+            if self._product.is_cuda:
+                torch.accelerator.synchronize()
             count += 1
         return count / (time.perf_counter() - began)
 
@@ -66,11 +68,6 @@ class Compute:
         """Products per second when nothing moves."""
         end = time.perf_counter() + seconds
         return self.until(lambda: time.perf_counter() > end)
-
-    def _once(self) -> None:
-        torch.mm(self._matrix, self._matrix.T, out=self._product)
-        if self._product.is_cuda:
-            torch.accelerator.synchronize()
 
 
 def _transfer(transport: Transport, size: int, device: torch.device) -> Callable[[], None]:

@@ -76,15 +76,11 @@ def around(group: dist.ProcessGroup, device: torch.device, *, deadline: float) -
 def apart(*, deadline: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     store = dist.distributed_c10d._get_default_store()
-    return _opened(C10d(_world_group(), store, deadline=deadline), backend="gloo")
+    return beside(C10d(_world_group(), store, deadline=deadline), backend="gloo")
 
 
-def beside(transport: C10d) -> C10d:
+def beside(transport: C10d, *, backend: str | None = None) -> C10d:
     """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
-    return _opened(transport)
-
-
-def _opened(transport: C10d, *, backend: str | None = None) -> C10d:
     ranks, deadline = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.deadline)
     with _in_time(transport.peers, "opening a group", transport.deadline):
         group = dist.new_group(ranks, timeout=deadline, backend=backend)
@@ -114,13 +110,11 @@ def _in_time(peers: Peers, operation: str, deadline: float) -> Iterator[None]:
     """Guard what connects ranks. If one dies amid it gloo may never end and cannot be stopped: the process ends."""
     ended = threading.Event()
     threading.Thread(target=_watch, args=(peers, operation, deadline, ended), daemon=True).start()
-    try:
-        yield
-    except RuntimeError as error:
-        ended.set()
-        raise peers.failure(operation, error) from error
-    finally:
-        ended.set()
+    with peers.during(operation):
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event) -> None:
@@ -165,18 +159,14 @@ def _from_slurm() -> tuple[int, int, int]:
 def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "29500")
     if not host:
-        raise UsageError(
-            "several ranks were started, but MASTER_ADDR does not say where they meet",
-            remedy="in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
-        )
+        remedy = "in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
+        raise UsageError("several ranks were started, but MASTER_ADDR does not say where they meet", remedy=remedy)
     # torchrun's own store is there already, and then nobody here serves one.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), ranks, serves, timedelta(seconds=deadline), wait_for_workers=False)
     except RuntimeError as error:
-        raise TransportError(
-            f"rank {rank} of {ranks} cannot meet the others at {host}:{port}",
-            where=reason(error),
-            remedy="see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port",
-        ) from error
+        what = f"rank {rank} of {ranks} cannot meet the others at {host}:{port}"
+        remedy = "see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port"
+        raise TransportError(what, where=reason(error), remedy=remedy) from error
     return dist.PrefixStore(f"freescale/{generation()}", store)

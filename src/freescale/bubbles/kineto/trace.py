@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer
+from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer, joined
 from freescale.errors import DataError, reason
 from freescale.log import notice
 
@@ -88,20 +88,16 @@ class TracedRank:
 def read_trace(path: Path) -> TracedRank:
     """Read what one rank did."""
     try:
-        trace = _load(path)
+        packed = path.read_bytes()
+        trace = json.loads(gzip.decompress(packed) if path.suffix == ".gz" else packed, strict=False)
         number, events = _rank_number(trace, path), list(_events(trace))
-        del trace  # Of hundreds of megabytes, little is needed from here on.
+        del trace, packed  # Of hundreds of megabytes, little is needed from here on.
         if events:
             return _Reading(number, events).rank()
     except _NOT_A_TRACE as error:
         what = f"not a whole trace of torch.profiler ({type(error).__name__}: {reason(error)})"
         raise DataError(what, where=str(path), remedy="let the profiler finish writing, or remove the file") from error
     raise DataError("a trace without any event", where=str(path), remedy="profile at least one step")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    packed = path.read_bytes()
-    return json.loads(gzip.decompress(packed) if path.suffix == ".gz" else packed, strict=False)
 
 
 def _events(trace: Mapping[str, Any]) -> Iterator[_Event]:
@@ -168,7 +164,10 @@ class _Reading:
         """Traffic, and everything else with the moment of its launch."""
         flights: list[_Flight] = []
         others: list[tuple[int, Span]] = []
-        streams, marks = self._traffic_streams(), self._of["gpu_user_annotation"]
+        # Streams of traffic that run no kernel of another kind.
+        streams = {e.line for e in self._device if _is_collective(e) or _PEER in e.name}
+        streams -= {e.line for e in self._of["kernel"] if not _is_collective(e)}
+        marks = self._of["gpu_user_annotation"]
         marked = _unions((m.line, m.begin, m.end) for m in marks if _TRAFFIC_MARK.search(m.name))
         for event in self._device:
             launch = self._launches.get(event.args.get("correlation"), event)
@@ -183,11 +182,6 @@ class _Reading:
                 kind = next((kind for copy, kind in _COPIES.items() if copy in event.name), phase)
                 others.append((launch.begin, Span(kind, event.begin, event.end)))
         return flights, others
-
-    def _traffic_streams(self) -> set[Any]:
-        """Streams of traffic that run no kernel of another kind."""
-        traffic = {e.line for e in self._device if _is_collective(e) or _PEER in e.name}
-        return traffic - {e.line for e in self._of["kernel"] if not _is_collective(e)}
 
     def _host_flights(self) -> Iterator[_Flight]:
         """Collectives that a thread of the host carries out and marks, each launched by another thread before."""
@@ -296,12 +290,10 @@ def _through(work: Iterable[tuple[int, int]], moment: int) -> int:
 
 def _unions(intervals: Iterable[tuple[Any, int, int]]) -> dict[Any, _Intervals]:
     """The same instants of each kind, in intervals that lie apart."""
-    apart = defaultdict[Any, _Intervals](list)
-    for kind, begin, end in sorted(intervals, key=lambda interval: interval[1]):
-        if apart[kind] and begin <= apart[kind][-1][1]:
-            begin, end = apart[kind][-1][0], max(apart[kind].pop()[1], end)
-        apart[kind].append((begin, end))
-    return apart
+    of_kind = defaultdict[Any, _Intervals](list)
+    for kind, begin, end in intervals:
+        of_kind[kind].append((begin, end))
+    return {kind: joined(some) for kind, some in of_kind.items()}
 
 
 def _within(apart: _Intervals, moment: int) -> bool:

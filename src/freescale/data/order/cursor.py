@@ -15,6 +15,7 @@ any say in what a step holds. Everything is computed on demand: memory is O(V + 
 Pure: no files, no torch, no process group.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -70,12 +71,8 @@ class Order:
         return groups * self.layout.common + int(excess[np.searchsorted(windows, window)])
 
     def window_at(self, position: int) -> int:
-        """The window that holds a position, by bisection: starts are never decreasing."""
-        low, high = 0, self.windows - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.start_of(middle) <= position else (low, middle - 1)
-        return low
+        """The window that holds a position: starts are never decreasing."""
+        return bisect_right(range(self.windows), position, key=self.start_of) - 1
 
     def windows_in(self, begin: int, end: int) -> range:
         """The windows that positions [begin, end) touch."""

@@ -7,7 +7,7 @@ production logs do. Rows come in the order of their last event, as a log would.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,6 @@ from freescale.data.store.manifest import Manifest
 
 Preset = Literal["kuairand", "ml1m", "heavy"]
 Popularity = Literal["public", "production"]
-PRESETS: tuple[Preset, ...] = get_args(Preset)
 _EXPONENT = {"public": 0.7, "production": 1.05}
 _START = 1_700_000_000
 _SECONDS_BETWEEN_USERS = 5

@@ -40,8 +40,7 @@ class Column(NamedTuple):
     @property
     def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the values of each row begin and end, for a list column."""
-        if self.offsets is None:
-            raise TypeError("a scalar column has no bounds")
+        assert self.offsets is not None
         return self.offsets[:-1], self.offsets[1:]
 
     @property

@@ -7,7 +7,6 @@ threads.
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from freescale.data.order.layout import MOST_ROWS, Layout
 from freescale.data.store import columns, manifest
@@ -17,6 +16,8 @@ from freescale.data.store.manifest import Manifest
 from freescale.data.store.quarantine import Place, Quarantine
 from freescale.errors import DataError, reason
 
+_Stripe = tuple[int, tuple[File, ...]]
+"""The number of its first row group, and its files."""
 _CHECK_ADDRESS = "check the address and its permissions"
 
 
@@ -32,7 +33,7 @@ class Dataset:
         self._files = Files(address)
         self.manifest = self._find_manifest()
         self._stripes, self.layout = _described(self.manifest) if self.manifest else self._discovered()
-        self._starts = [stripe.first for stripe in self._stripes]
+        self._starts = [first for first, _ in self._stripes]
         self.columns = self._choose_columns(features)
 
     @property
@@ -68,7 +69,7 @@ class Dataset:
 
     def unchecked_files(self) -> list[str]:
         """Files whose pages carry no checksum, so that a flipped bit in them cannot be seen."""
-        files = [file for stripe in self._stripes for file in stripe.files if not file.noted]
+        files = [file for _, files in self._stripes for file in files if not file.noted]
         return [file.name for file in files if not self._files.has_page_checksums(file)]
 
     def _find_manifest(self) -> Manifest | None:
@@ -83,7 +84,7 @@ class Dataset:
             raise DataError(reason(error), where=self.address, remedy=_CHECK_ADDRESS) from error
         return manifest.parse(raw, f"{self.address}/{manifest.NAME}")
 
-    def _discovered(self) -> "tuple[list[_Stripe], Layout]":
+    def _discovered(self) -> tuple[list[_Stripe], Layout]:
         """Number the row groups of files that nobody described: by file name, one after another."""
         try:
             found = self._files.list("*.parquet")
@@ -104,13 +105,13 @@ class Dataset:
                 place = Place(file.name)
                 self.quarantine.bad(place, "unreadable file", error.what, remedy=FETCH_AGAIN, cause=error)
                 continue
-            stripes.append(_Stripe(len(counts), (file,)))
+            stripes.append((len(counts), (file,)))
             counts += rows
         return stripes, Layout.of(counts)
 
     def _choose_columns(self, features: Sequence[str]) -> dict[str, Kind]:
         why = "there is none"
-        for file in (file for stripe in self._stripes for file in stripe.files):
+        for file in (file for _, files in self._stripes for file in files):
             try:
                 schema = self._files.footer(file).schema
             except DataError as error:  # reported when, and if, a group of that file is read
@@ -120,17 +121,11 @@ class Dataset:
         raise DataError(f"no file here can be read ({why})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[File, int]:
-        stripe = self._stripes[bisect_right(self._starts, group) - 1]
-        index, file = divmod(group - stripe.first, len(stripe.files))
-        return stripe.files[file], index
-
-
-class _Stripe(NamedTuple):
-    first: int
-    """Number of its first row group."""
-    files: tuple[File, ...]
+        first, files = self._stripes[bisect_right(self._starts, group) - 1]
+        index, file = divmod(group - first, len(files))
+        return files[file], index
 
 
 def _described(found: Manifest) -> tuple[list[_Stripe], Layout]:
     first = accumulate((stripe.groups for stripe in found.stripes), initial=0)
-    return [_Stripe(next(first), stripe.files) for stripe in found.stripes], found.layout()
+    return [(next(first), stripe.files) for stripe in found.stripes], found.layout()

@@ -52,11 +52,9 @@ class Manifest(NamedTuple):
 
     def layout(self) -> Layout:
         """Sizes of all row groups, in log order."""
-        counts = [np.full(s.groups, s.rows_per_group, dtype=np.int64) for s in self.stripes]
-        for stripe, sizes in zip(self.stripes, counts, strict=True):
-            if len(sizes):
-                sizes[-1] = stripe.rows - (stripe.groups - 1) * stripe.rows_per_group
-        return Layout.of(np.concatenate(counts) if counts else np.empty(0, dtype=np.int64))
+        of_stripes = [(s.rows_per_group, s.rows - s.rows_per_group * np.arange(s.groups)) for s in self.stripes]
+        counts = [np.minimum(most, left) for most, left in of_stripes]
+        return Layout.of(np.concatenate([np.empty(0, dtype=np.int64), *counts]))
 
 
 def file_name(stripe: int, file: int) -> str:

@@ -9,7 +9,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -99,17 +99,14 @@ def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: i
     writers: list[pq.ParquetWriter] = []
     paths: list[Path] = []
     rows = events = written = 0
-    try:
+    with ExitStack() as opened:
         while written < limit and (group := next(groups, None)) is not None:
             if len(writers) < FILES:
                 paths.append(folder / manifests.file_name(number, len(writers)))
-                writers.append(_open(paths[-1], group.schema))
+                writers.append(opened.enter_context(_open(paths[-1], group.schema)))
             writers[written % FILES].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
             events += len(group["item_id"].chunk(0).flatten())
-    finally:
-        for writer in writers:
-            writer.close()
     return Stripe(tuple(map(_seal, paths)), rows, size), events
 
 

@@ -98,14 +98,10 @@ def backward(x: Inputs, d_out: Tensor) -> Gradients:
 
 def _run(name: str, x: Inputs, items: Tensor, given: Sequence[Tensor], tables: Sequence[Tensor], *longest: int) -> None:
     sizes, strides = Sizes.of(x.q), [one.stride(0) for one in given[:3]]
-    _kernel(name)[len(items), sizes.heads](
+    getattr(kernels, name)[len(items), sizes.heads](
         *given, x.spans, x.asked, x.event, *tables, items, *strides, items.shape[1], *longest, 1.0 / x.scale,
         **sizes.constants(name), **sizes.launch(name),
     )  # fmt: skip
-
-
-def _kernel(name: str) -> Any:
-    return getattr(kernels, name)
 
 
 @contextmanager
@@ -115,9 +111,9 @@ def _parts_joined(x: Inputs, dealt: Dealt, outputs: Sequence[Tensor]) -> Iterato
     shape = (slots, sizes.heads, sizes.block, sizes.padded)
     parts = [torch.empty(shape, device=x.q.device) for _ in outputs]
     yield parts
-    settings = sizes.constants("join") | sizes.launch("join")
+    settings: dict[str, Any] = sizes.constants("join") | sizes.launch("join")
     for one, out in zip(parts, outputs, strict=True):
-        _kernel("join")[slots, sizes.heads](one, out, x.spans, dealt.joins, **settings)
+        kernels.join[slots, sizes.heads](one, out, x.spans, dealt.joins, **settings)
 
 
 def _work(x: Inputs) -> Work:

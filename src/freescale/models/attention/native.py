@@ -77,12 +77,6 @@ class Pairs:
         sums = list(zip(self._of_reversed, self._of_time, strict=True))
         self._dealt(self._library.gradients, (score, d_weights), matrix, rows, sums)
 
-    def _require_room(self, furthest: int) -> None:
-        """C does not look where it reads."""
-        if furthest >= len(self._reversed):
-            what = f"two events are {furthest} places apart, but the position bias has {len(self._reversed)} amounts"
-            raise DataError(what, remedy="build the model with `longest` at least as long as its longest sample")
-
     def of_biases(self) -> tuple[Tensor, Tensor]:
         """Gradients of position and time, over all blocks so far."""
         return self._of_reversed.sum(0).flip(0), self._of_time.sum(0)
@@ -93,7 +87,10 @@ class Pairs:
         assert when is not None
         history = torch.full((matrix.samples,), longest) if history is None else history
         history = history.to(torch.int64).contiguous()
-        self._require_room(min(int(history.max()), longest - 1))
+        furthest = min(int(history.max()), longest - 1)
+        if furthest >= len(self._reversed):  # C does not look where it reads
+            what = f"two events are {furthest} places apart, but the position bias has {len(self._reversed)} amounts"
+            raise DataError(what, remedy="build the model with `longest` at least as long as its longest sample")
         count, keys = rows.stop - rows.start, rows.stop
         tensors = history, when.asked, when.event, self._time, self._by_cell, self._table, self._reversed
         sizes = matrix.samples, matrix.heads, count, keys, rows.start, longest

@@ -4,8 +4,6 @@ On a GPU its kernel for packed sequences; elsewhere, and with candidates, which 
 attention bucket by bucket and block by block of queries.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that everyone knows
 from torch import Tensor
@@ -77,14 +75,9 @@ def _seen(matrix: Matrix, rows: slice) -> Tensor:
     return (key <= query)[None, None] if history is None else visible(query, key, history[:, None, None, None])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    return (*by_blocks_backward(d_out, *ctx.saved_tensors), None)
-
-
-by_blocks.register_autograd(_backward, setup_context=_keep)
+by_blocks.register_autograd(
+    lambda ctx, d_out: (*by_blocks_backward(d_out, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005  torch gives it
+)
 by_blocks.register_fake(lambda *args: like(args[2]))
 by_blocks_backward.register_fake(lambda *args: tuple(map(like, args[1:4])))
