@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,12 @@ def test_the_setup_that_the_readme_tells_is_the_one_that_ci_runs() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    script = ROOT / "docs" / "concepts" / "pictures.py"
+    drawn = runpy.run_path(str(script))["PICTURES"]
+    assert {path.stem for path in script.parent.glob("*.svg")} == set(drawn)
+    for name, picture in drawn.items():
+        assert (script.parent / f"{name}.svg").read_text() == picture
+        assert f"({name}.svg)" in (script.parent / f"{name}.md").read_text()
