@@ -13,11 +13,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from freescale.data.order.cursor import Share
 from freescale.data.order.layout import ranges
-from freescale.data.split import Split
+from freescale.data.split import Ints, Split
 from freescale.data.store.columns import CANDIDATE, Group, Kind, is_candidate
 from freescale.data.vocabulary import KnownItems
 
-Ints = NDArray[np.int64]
 Values = NDArray[Any]
 
 
