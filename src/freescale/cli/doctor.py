@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from freescale.cli import checks
-from freescale.cli.checks import Device, Finding
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
 
@@ -27,7 +26,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Look at everything, print it, and judge."""
     options = parse(Options, argv, prog)
     on_gpu = options.device == "cuda" or (options.device == "auto" and checks.has_gpu_driver())
-    device: Device = "cuda" if on_gpu else "cpu"
+    device: checks.Device = "cuda" if on_gpu else "cpu"
     findings = list(_examine(device))
     ready = all(finding.status != "fault" for finding in findings)
     if options.json:
@@ -37,7 +36,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     return 0 if ready else InstallError.exit_code
 
 
-def _examine(device: Device) -> Iterator[Finding]:
+def _examine(device: checks.Device) -> Iterator[checks.Finding]:
     """Metadata first, then loading; TorchRec last and only when nothing before it was at fault."""
     findings = [finding for check in checks.STATIC for finding in check(device)]
     yield from findings
@@ -48,7 +47,7 @@ def _examine(device: Device) -> Iterator[Finding]:
         yield from checks.check_torchrec_imports(device)
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _lines(findings: Sequence[checks.Finding]) -> Iterator[str]:
     for finding in findings:
         yield f"{finding.status:<8} {finding.check}: {finding.what}"
         if finding.status != "ok":

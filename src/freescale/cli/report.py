@@ -10,7 +10,6 @@ import tyro
 
 from freescale.bubbles import records, ring
 from freescale.bubbles.kineto.traces import read as read_traces
-from freescale.bubbles.records import Recorded
 from freescale.bubbles.report import HEADER, advice, chosen, headline, report, rows
 from freescale.bubbles.summary import Summary, summarize
 from freescale.bubbles.trace import trace_of
@@ -70,7 +69,7 @@ def _recoveries(run: Path) -> Iterator[str]:
         yield f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s"
 
 
-def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:
+def _read(options: Options, prog: str) -> list[tuple[Path, records.Recorded]]:
     if options.from_kineto is not None and not options.runs:
         traces = read_traces(options.from_kineto)
         return [(options.from_kineto, records.of_steps(traces.steps, traces.clock_bound))]
@@ -80,7 +79,7 @@ def _read(options: Options, prog: str) -> list[tuple[Path, Recorded]]:
     return [(run, records.read(run)) for run in options.runs]
 
 
-def _write(run: Path, found: Recorded, steps: tuple[int, ...]) -> dict[str, Path]:
+def _write(run: Path, found: records.Recorded, steps: tuple[int, ...]) -> dict[str, Path]:
     if unknown := [step for step in steps if step not in found.samples]:
         remedy = f"choose from {', '.join(map(str, found.samples))}"
         raise UsageError(f"step {unknown[0]} was not kept whole", where=str(run), remedy=remedy)
@@ -97,7 +96,7 @@ def _figures(summary: Summary) -> dict[str, Any]:
     return summary._asdict() | {"bubble_percent": summary.bubble_percent, "lines": causes}
 
 
-def _compare(found: Sequence[tuple[Path, Recorded]], *, as_json: bool) -> None:
+def _compare(found: Sequence[tuple[Path, records.Recorded]], *, as_json: bool) -> None:
     """Two runs side by side, cause by cause."""
     (one, first), (two, second) = ((str(folder), summarize(recorded.intervals)) for folder, recorded in found)
     if as_json:

@@ -11,7 +11,6 @@ import tyro
 from freescale import config as configs
 from freescale.bubbles import records
 from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
-from freescale.config import RunConfig
 from freescale.data.stats import profile
 from freescale.data.store.dataset import Dataset
 from freescale.errors import UsageError
@@ -98,7 +97,7 @@ def _question(options: Options) -> tuple[Question, list[str]]:
     return Question(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
 
 
-def _config(options: Options) -> tuple[RunConfig, int]:
+def _config(options: Options) -> tuple[configs.RunConfig, int]:
     """The config that is simulated, and its samples per rank."""
     if options.run is None:
         config = configs.resolve(options.model)

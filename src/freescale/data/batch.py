@@ -5,7 +5,7 @@ This is the door from numpy to torch; everything under it in this room works wit
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,18 +108,19 @@ class Batch:
 
     def with_groups(self, groups: Mapping[str, Events]) -> "Batch":
         """A batch of the same step with other samples."""
-        scalars, history = dict(groups["sample"].features), groups["history"]
-        several = {name: groups.get(name) for name in ("candidates", "targets")}
-        return replace(self, sample_id=scalars.pop(""), scalars=scalars, history=history, **several)
+        return Batch.of(self.epoch, self.step, groups)
+
+    @staticmethod
+    def of(epoch: int, step: int, groups: Mapping[str, Events]) -> "Batch":
+        """A batch with these samples, given as `groups` gives them."""
+        scalars, others = dict(groups["sample"].features), (groups.get("candidates"), groups.get("targets"))
+        return Batch(epoch, step, scalars.pop(""), scalars, groups["history"], *others)
 
 
 def assemble(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:
     """Join what a step takes from one window or, where windows meet, from several. One piece is not copied."""
-    sample_id = _tensor([piece.sample_id for piece in pieces])
-    scalars = {name: _tensor([piece.scalars[name] for piece in pieces]) for name in pieces[0].scalars}
-    candidates, targets = [p.candidates for p in pieces if p.candidates], [p.targets for p in pieces if p.targets]
-    others = (_events(some) if some else None for some in (candidates, targets))
-    return Batch(epoch, step, sample_id, scalars, _events([piece.history for piece in pieces]), *others)
+    groups = {name: _events([piece.groups[name] for piece in pieces]) for name in pieces[0].groups}
+    return Batch.of(epoch, step, groups)
 
 
 def _events(pieces: Sequence[Packed]) -> Events:

@@ -13,11 +13,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from freescale.data.order.cursor import Share
 from freescale.data.order.layout import ranges
-from freescale.data.split import Split
+from freescale.data.split import Ints, Split
 from freescale.data.store.columns import CANDIDATE, Group, Kind, is_candidate
 from freescale.data.vocabulary import KnownItems
 
-Ints = NDArray[np.int64]
 Values = NDArray[Any]
 
 
@@ -37,19 +36,13 @@ class Window(NamedTuple):
     """Samples of one rank, in the order of the epoch."""
 
     position: Ints
-    sample_id: Ints
-    scalars: dict[str, Values]
-    history: Packed
-    candidates: Packed | None
-    targets: Packed | None
+    groups: dict[str, Packed]
+    """Features that share their lengths, as `Batch.groups` has them."""
 
     def between(self, begin: int, end: int) -> "Window":
         """Samples at positions [begin, end) of the epoch."""
         low, high = np.searchsorted(self.position, [begin, end]).tolist()
-        scalars = {name: values[low:high] for name, values in self.scalars.items()}
-        others = (packed and packed.slice(low, high) for packed in (self.candidates, self.targets))
-        position, sample_id = self.position[low:high], self.sample_id[low:high]
-        return Window(position, sample_id, scalars, self.history.slice(low, high), *others)
+        return Window(self.position[low:high], {name: some.slice(low, high) for name, some in self.groups.items()})
 
 
 def prepare(
@@ -64,15 +57,14 @@ def prepare(
     cuts = [split.cut(b, e, g.columns["timestamp"].values) for g, (b, e) in zip(groups, bounds, strict=True)]
     seen = [(np.maximum(begin, cut - max_history), cut) for (begin, _), cut in zip(bounds, cuts, strict=True)]
     held = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
-    window = Window(
-        position=share.position[usable],
-        sample_id=share.sample_id[usable],
-        scalars={name: packer.pick(name) for name, kind in kinds.items() if not kind.listed},
-        history=packer.pack(listed, seen),
-        candidates=packer.pack(offered, [group.columns[CANDIDATE].bounds for group in groups]) if offered else None,
-        targets=packer.pack(listed, held) if split.part == "test" else None,
-    )
-    return window, packer.unknown
+    scalars = {name: packer.pick(name) for name, kind in kinds.items() if not kind.listed}
+    alone = Packed(np.arange(usable.sum() + 1), {"": share.sample_id[usable], **scalars})
+    packed = {"sample": alone, "history": packer.pack(listed, seen)}
+    if offered:
+        packed["candidates"] = packer.pack(offered, [group.columns[CANDIDATE].bounds for group in groups])
+    if split.part == "test":
+        packed["targets"] = packer.pack(listed, held)
+    return Window(share.position[usable], packed), packer.unknown
 
 
 class _Packer:

@@ -21,12 +21,9 @@ p.legend i { display: inline-block; width: 12px; height: 12px; margin-right: 0.4
 
 def document(title: str, lead: str, *parts: str) -> str:
     """Wrap finished parts into a page."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1><p class='lead'>{escape(lead)}</p>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    body = "\n".join([f"<h1>{escape(title)}</h1><p class='lead'>{escape(lead)}</p>", *parts])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n</body></html>\n'
 
 
 def section(heading: str, explanation: str, *parts: str) -> str:

@@ -11,7 +11,6 @@ from freescale.balance.place.placement import Floats
 from freescale.bubbles import records
 from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer
 from freescale.bubbles.ledger import account
-from freescale.bubbles.records import Interval
 
 _KEPT = 64
 """Ranks whose time is shared out."""
@@ -74,7 +73,7 @@ class Books:
         whole = sum(end - begin for begin, end in passes)
         return min(1.0, beside / whole) if whole else 0.0
 
-    def shared_out(self, step: int) -> Interval:
+    def shared_out(self, step: int) -> records.Interval:
         """Where the time of a step went."""
         some = np.unique(np.linspace(0, self._ranks - 1, min(self._ranks, _KEPT)).round().astype(int)).tolist()
         begin, end = self.ends[step - 1], self.ends[step]

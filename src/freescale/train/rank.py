@@ -64,12 +64,10 @@ def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> d
         said, was = (dict(zip(labels, of.unbind(1), strict=True)) for of in ranker.chances(batch))
         for metric in metrics:
             metric.update(predictions=said, labels=was, weights=None)
-    found: dict[str, Tensor] = {}
     with warnings.catch_warnings(), world.transport.named("metrics"):
         warnings.filterwarnings("ignore", "The ``compute`` method")  # told of a rank that held nothing
         warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # how torchmetrics joins unequal ranks
-        for metric in metrics:
-            found |= metric.compute()
+        found = {name: value for metric in metrics for name, value in metric.compute().items()}
     return {f"{kind}/{label}": float(found[f"{kind}-{label}|{key}"]) for kind, key in _READ.items() for label in labels}
 
 

@@ -11,14 +11,19 @@ from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import store
-from freescale.config import RunConfig
 from freescale.errors import INTERRUPTED, UsageError
 from freescale.train.build import build
 from freescale.transport.world import World, generation, leave
 
 
 def train(
-    config: RunConfig, world: World, folder: Path, *, resume: bool, tensorboard: bool = False, quiet: bool = False
+    config: configs.RunConfig,
+    world: World,
+    folder: Path,
+    *,
+    resume: bool,
+    tensorboard: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)

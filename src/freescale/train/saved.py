@@ -5,7 +5,6 @@ from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import state, store
-from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.errors import UsageError
 from freescale.train.build import Assembly, assemble, model_of
@@ -17,7 +16,7 @@ from freescale.transport.world import World
 class Saved:
     """The model of a run's newest checkpoint, over the ranks that are here now."""
 
-    config: RunConfig
+    config: configs.RunConfig
     world: World
     assembly: Assembly
     items: int
@@ -32,7 +31,7 @@ class Saved:
         return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device)
 
 
-def config_of(run: Path, data: str | None = None) -> RunConfig:
+def config_of(run: Path, data: str | None = None) -> configs.RunConfig:
     """The config of a run, with another data set if one is given."""
     config = configs.of_run(run)
     if data is None:
@@ -40,7 +39,7 @@ def config_of(run: Path, data: str | None = None) -> RunConfig:
     return replace(config, data=replace(config.data, path=data, test_path=data if config.data.test_path else ""))
 
 
-def open_run(run: Path, config: RunConfig, world: World) -> Saved:
+def open_run(run: Path, config: configs.RunConfig, world: World) -> Saved:
     """Read the newest complete checkpoint of a run, whatever number of ranks wrote it."""
     found = store.complete(run / "checkpoints")
     if not found:

@@ -24,7 +24,6 @@ from freescale.transport.probe import Measured, probe
 from freescale.transport.shared_memory import SharedMemory
 from freescale.transport.world import World, apart, beside, hosts_of
 
-Ints = NDArray[np.int64]
 WAYS = ("c10d", "host_staged", "shared_memory", "copy_engine")
 _memories = itertools.count()
 """All ranks open ways in the same order, so their numbers agree."""
@@ -120,7 +119,7 @@ def choose(world: World, config: TransportConfig, *, deferred: bool, sent_bytes:
     return Chosen(urgent, ways.make(picked["deferred"], urgent=urgent), why, picked["deferred"])
 
 
-def for_samples(way: str, *, deadline: float) -> tuple[Transport, Ints]:
+def for_samples(way: str, *, deadline: float) -> tuple[Transport, NDArray[np.int64]]:
     """What moves samples, beside all else, and the host of each rank. All ranks must come.
 
     Samples are in memory of the hosts, wherever the model is: they take shared memory if that is the way of rows.

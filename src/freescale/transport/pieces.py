@@ -54,7 +54,7 @@ class Pieces(Transport):
         # With its first piece a rank tells all others how many it has; whoever has fewer takes part in the rest.
         told, heard = (torch.full((self.peers.ranks,), own, device=rows.device) for _ in range(2))
         going[0], coming[0] = going[0].telling(told), coming[0].telling(heard)
-        nothing = going[0].nothing()
+        nothing = _Piece([[] for _ in range(self.peers.ranks)])
         self._staging.copies.begin()
         going, coming = ([*some, *[nothing] * (own - len(some))] for some in (going, coming))
         self._exchange(going, coming, name)
@@ -79,7 +79,7 @@ class Pieces(Transport):
         # Both ends of a pair find the same cuts, whatever they have for others.
         cuts = [part.split(max(1, size, -(-len(part) // _MOST))) for part in parts]
         number = max(map(len, cuts))
-        return [_Piece([cut[k] if k < len(cut) else cut[0][:0] for cut in cuts]) for k in range(number)]
+        return [_Piece([list(cut[k : k + 1]) for cut in cuts]) for k in range(number)]
 
     def _exchange(self, going: Sequence["_Piece"], coming: Sequence["_Piece"], name: str) -> None:
         """While a piece travels the next one is copied out, and the one before it copied in."""
@@ -116,31 +116,23 @@ class Pieces(Transport):
 
 
 class _Piece(NamedTuple):
-    """Some bytes of every rank's."""
+    """Some bytes of every rank's, in parts."""
 
-    of_rank: list[Tensor]
-    first: list[Tensor] | None = None
-    """Bytes that go in front of those, of every rank too."""
+    of_rank: list[list[Tensor]]
 
     def telling(self, numbers: Tensor) -> "_Piece":
         """With a number in front of what goes to each rank, or comes from it."""
-        return self._replace(first=[as_bytes(number) for number in numbers.split(1)])
-
-    def nothing(self) -> "_Piece":
-        """A piece without any bytes."""
-        return _Piece([part[:0] for part in self.of_rank])
+        return _Piece([[as_bytes(n), *parts] for n, parts in zip(numbers.split(1), self.of_rank, strict=True)])
 
     @property
     def flat(self) -> list[Tensor]:
         """All bytes, rank by rank."""
-        if self.first is None:
-            return self.of_rank
-        return [part for pair in zip(self.first, self.of_rank, strict=True) for part in pair]
+        return [part for parts in self.of_rank for part in parts]
 
     @property
     def sizes(self) -> list[int]:
         """Bytes by rank."""
-        return [len(part) + (0 if self.first is None else len(self.first[0])) for part in self.of_rank]
+        return [sum(map(len, parts)) for parts in self.of_rank]
 
 
 def as_bytes(part: Tensor) -> Tensor:

@@ -10,9 +10,7 @@ from itertools import accumulate
 
 from freescale.data.order.layout import MOST_ROWS, Layout
 from freescale.data.store import columns, manifest
-from freescale.data.store.columns import Group, Kind
 from freescale.data.store.files import FETCH_AGAIN, File, Files
-from freescale.data.store.manifest import Manifest
 from freescale.data.store.quarantine import Place, Quarantine
 from freescale.errors import DataError, reason
 
@@ -46,7 +44,7 @@ class Dataset:
         """Bytes fetched so far."""
         return self._files.bytes_read
 
-    def read_group(self, group: int) -> Group:
+    def read_group(self, group: int) -> columns.Group:
         """Read and check one row group. One that cannot be read is an error, or holds no usable row where allowed."""
         file, index = self._locate(group)
         rows = int(self.layout.rows_of(group))
@@ -60,7 +58,7 @@ class Dataset:
             what = error.what if isinstance(error, DataError) else reason(error)
             place = Place(file.name, index)
             self.quarantine.bad(place, "unreadable", what, remedy=FETCH_AGAIN, rows=rows, cause=error)
-            return Group.unreadable(rows, self.columns)
+            return columns.Group.unreadable(rows, self.columns)
 
         def report(row: int, kind: str, what: str) -> None:
             self.quarantine.bad(Place(file.name, index, row), kind, what, remedy="mend or remove that row")
@@ -72,7 +70,7 @@ class Dataset:
         files = [file for _, files in self._stripes for file in files if not file.noted]
         return [file.name for file in files if not self._files.has_page_checksums(file)]
 
-    def _find_manifest(self) -> Manifest | None:
+    def _find_manifest(self) -> manifest.Manifest | None:
         try:
             raw = self._files.read(manifest.NAME)
         except FileNotFoundError:
@@ -109,7 +107,7 @@ class Dataset:
             counts += rows
         return stripes, Layout.of(counts)
 
-    def _choose_columns(self, features: Sequence[str]) -> dict[str, Kind]:
+    def _choose_columns(self, features: Sequence[str]) -> dict[str, columns.Kind]:
         why = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:
@@ -126,6 +124,6 @@ class Dataset:
         return files[file], index
 
 
-def _described(found: Manifest) -> tuple[list[_Stripe], Layout]:
+def _described(found: manifest.Manifest) -> tuple[list[_Stripe], Layout]:
     first = accumulate((stripe.groups for stripe in found.stripes), initial=0)
     return [(next(first), stripe.files) for stripe in found.stripes], found.layout()
