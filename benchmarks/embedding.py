@@ -11,7 +11,6 @@ compute.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -21,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from freescale.bench.torchrec import watched
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.records import Interval, read_intervals
 from freescale.bubbles.summary import summarize
@@ -260,39 +259,6 @@ class Way:
             except StopIteration:
                 return
             yield out
-
-
-@contextlib.contextmanager
-def watched(bubbles: Bubbles) -> Iterator[None]:
-    """Meanwhile TorchRec's transfers of ids, rows and gradients are recorded."""
-    theirs = dist.all_to_all_single
-
-    def watching(*words: Any, **named: Any) -> Any:
-        given: Tensor = named["input"] if "input" in named else words[1]
-        in_backward = torch._C._current_graph_task_id() != -1
-        kind = "ids" if not given.is_floating_point() else "row gradients" if in_backward else "urgent rows"
-        flight = bubbles.recorder.arrive(f"{kind} of torchrec", kind)
-        return Watched(theirs(*words, **named), flight)
-
-    dist.all_to_all_single = watching  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = theirs
-
-
-class Watched(dist.Work):
-    """A transfer of TorchRec's, whose wait is recorded."""
-
-    def __init__(self, work: Any, flight: Any) -> None:
-        super().__init__()
-        self._work, self._flight = work, flight
-
-    def wait(self, timeout: timedelta = timedelta(seconds=120)) -> bool:
-        self._flight.waits()
-        found = self._work.wait(timeout)
-        self._flight.landed()
-        return found
 
 
 def bytes_sent() -> int:
