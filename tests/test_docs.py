@@ -27,7 +27,12 @@ def test_the_code_blocks_of_a_page_run_in_order_as_they_are(page: Path, tmp_path
     for language, code in BLOCK.findall(page.read_text()):
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         ended = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path, "BROWSER": "true"},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert ended.returncode == 0, f"{code}\n{ended.stdout}\n{ended.stderr}"
 

@@ -1,6 +1,7 @@
 """`freescale report`: where the time of a training went, and what to do about it."""
 
 import json
+import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from freescale.train.journal import entries
 class Options:
     """Where the time went: a table here, a page and a trace beside the run. Two runs are compared.
 
-    freescale report runs/latest
+    freescale report runs/latest --open
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
@@ -31,6 +32,8 @@ class Options:
     """Instead: a folder of torch.profiler traces of all ranks, of any trainer."""
     steps: tuple[int, ...] = ()
     """Sampled steps to draw; without, a middling one and the slowest."""
+    open: Flag = False
+    """Open the page in a browser."""
     json: Flag = False
     """Print everything as JSON."""
 
@@ -53,6 +56,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     say(headline(summary), *_recoveries(folder))
     print_table(str(folder), HEADER, rows(summary.lines))
     say(*(f"{cause}: {text}" for cause, text in (*advice(summary.lines), *written.items())))
+    if options.open and not webbrowser.open(written["page"].resolve().as_uri()):
+        say("no browser was found to open it")
     return 0
 
 
