@@ -56,3 +56,10 @@ def test_pictures_are_what_their_script_draws() -> None:
     for name, picture in drawn.items():
         assert (script.parent / f"{name}.svg").read_text() == picture
         assert f"({name}.svg)" in (script.parent / f"{name}.md").read_text()
+
+
+def test_the_commands_page_is_what_the_commands_say() -> None:
+    script = ROOT / "docs" / "reference" / "commands.py"
+    asked = f"import runpy; print(runpy.run_path({str(script)!r})['page'](), end='')"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert said.stdout == script.with_suffix(".md").read_text(), "run python docs/reference/commands.py"
