@@ -61,7 +61,8 @@ def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path, whol
     subprocess.run([sys.executable, BENCHMARKS / "elastic.py", "sizes", *size, "--out", out], check=True)
     (result,) = json.loads(out.read_text())["results"]
     assert set(result["exit_codes"]) == {0}
-    assert result["ranks"] == ([2, 3, 4] if whole_form else [1, 2])
+    sizes = [2, 3, 4] if whole_form else [1, 2]
+    assert result["ranks"][-len(sizes) :] == sizes, "before that, others may have come a little later than the first"
     assert result["steps_once_each"]
     assert result["largest_relative_difference"] < 1e-9
 
