@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
-ON_ONE_HOST = ["kill", "stop", "pause", "agent", "corrupt", "full", "fsync", "bad sample"]
-BETWEEN_HOSTS = ["cut and mended", "slow link", "lost host", "lost store"]
+ON_ONE_HOST = ["kill", "stop", "corrupt", "full", "fsync", "bad sample"]
+BETWEEN_HOSTS = ["cut and mended", "lost store"]
 
 
 @pytest.mark.parametrize("kinds", [ON_ONE_HOST, BETWEEN_HOSTS], ids=["on one host", "between hosts"])
