@@ -127,7 +127,7 @@ def missed(more: dict[str, list[float]], planted: dict[str, list[float]]) -> lis
     ]
 
 
-def missed_every_time(measure: Callable[[int], list[str]], times: int = 5) -> list[str]:
+def missed_every_time(measure: Callable[[int], list[str]], times: int = 12) -> list[str]:
     """What a run missed, when none of several runs found it all."""
     misses: list[str] = []
     for attempt in range(times):
