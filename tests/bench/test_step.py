@@ -50,7 +50,7 @@ def test_a_slower_way_is_said_to_have_more_bubbles() -> None:
 
 
 def test_the_page_names_every_way_and_what_it_learns() -> None:
-    exact = [Exact("priority", "nothing", "fp64", True, 0.0), Exact("balance", "nothing", "fp64", False, 2e-16)]
+    exact = [Exact("priority", "fp64", True, 0.0), Exact("balance", "fp64", False, 2e-16)]
     drawn = page.document(found({PLAIN: 200.0, "limit": 100.0}), exact)
     for text in (*WAYS, "compute alone", "the same bits", "off by at most 2.0e-16"):
         assert text in drawn

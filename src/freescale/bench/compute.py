@@ -66,7 +66,7 @@ def calibrated(config: RunConfig, world: World) -> Compute:
 
 
 def limit(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> float:
-    """Milliseconds of a step that only computes: the mean of all ranks, each over its balanced batches."""
+    """Milliseconds of a step that only computes, mean of all ranks: the same however samples are dealt over them."""
     took = alone(config, world, model, batches)[1:]
     own = torch.tensor(1e3 * statistics.mean(took), dtype=torch.float64)
     return float(world.transport.all_reduce(own, name="limit").wait()) / world.ranks

@@ -130,12 +130,12 @@ def measure(
     """
     compute = calibrated(config, world)
     costed = replace(config, balance=replace(config.balance, cost=compute.cost.constants))
+    items = Loader(config.data, seed=0).known.rows
     found = []
     for turn in range(turns):
         turned = replace(costed, seed=config.seed + turn)
-        items = Loader(turned.data, seed=0).known.rows
 
-        def model(turned: RunConfig = turned, items: int = items) -> Model:
+        def model(turned: RunConfig = turned) -> Model:
             real = model_of(turned, items=items)
             return compute.lane(real) if timed else real
 
@@ -173,10 +173,9 @@ def with_techniques(config: RunConfig, used: Techniques) -> RunConfig:
 
 
 class Exact(NamedTuple):
-    """Whether a way learns what another one learns."""
+    """Whether a way learns what ours learns with nothing."""
 
     way: str
-    like: str
     precision: str
     bitwise: bool
     largest_relative: float
@@ -190,10 +189,10 @@ def compared(config: RunConfig, world: World, folder: Path, *, steps: int) -> li
     fp64, with ours in fp32.
     """
     losses: dict[tuple[str, str], Sequence[float]] = {}
+    items = Loader(config.data, seed=0).known.rows
     for precision, ways in (("fp64", tuple(OURS)), ("fp32", (PLAIN, SPARSE_DIST, "nothing"))):
         train = replace(config.train, precision=precision, max_steps=steps, log_every=1)
         of_precision = replace(config, train=train)
-        items = Loader(config.data, seed=0).known.rows
         for way in ways:
             place = folder / f"{precision}-{way.replace(' ', '-')}"
             losses[precision, way] = trained(way, of_precision, world, place, model_of(config, items=items))
@@ -206,5 +205,5 @@ def _differences(losses: Mapping[tuple[str, str], Sequence[float]]) -> list[Exac
         like = losses[precision, "nothing"]
         if way != "nothing":
             off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(own, like, strict=True))
-            found.append(Exact(way, "nothing", precision, list(own) == list(like), off))
+            found.append(Exact(way, precision, list(own) == list(like), off))
     return found

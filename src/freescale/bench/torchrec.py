@@ -29,6 +29,7 @@ from freescale.config import RunConfig
 from freescale.data.ahead import run_ahead
 from freescale.data.loader import Loader
 from freescale.embedding.fused import Collection, collection_of, planned
+from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
 from freescale.models.protocol import Model, Rows
 from freescale.train.build import optimizer_of
@@ -168,10 +169,7 @@ def _sharded(config: RunConfig, world: World, model: Model) -> DistributedModelP
     whole = OverTorchRec(model, collection_of(tables))
     parallel = planned(whole, tables, config.tables, world.group, world.device)
     (rows,) = [module for module in parallel.modules() if isinstance(module, ShardedEmbeddingCollection)]
-    weights = Collection(rows, {table.name: table.name for table in tables}).weights
-    for table in tables:
-        first = table.owned(world.rank, world.ranks).start
-        table.fill(weights[table.name], first, seed=config.seed, deviation=config.tables.init)
+    fill(tables, Collection(rows, {table.name: table.name for table in tables}).weights, config, world)
     return parallel
 
 

@@ -60,8 +60,12 @@ def shard_tables(
     else:
         notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
         shard = PlainShard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
-    state = shard.state()
+    fill(tables, shard.state(), config, world)
+    return ShardedTables(tables, shard, transport)
+
+
+def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, world: World) -> None:
+    """Give this rank's rows what they begin as."""
     for table in tables:
         first = table.owned(world.rank, world.ranks).start
-        table.fill(state[table.name], first, seed=config.seed, deviation=config.tables.init)
-    return ShardedTables(tables, shard, transport)
+        table.fill(own[table.name], first, seed=config.seed, deviation=config.tables.init)
