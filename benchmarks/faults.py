@@ -5,6 +5,7 @@
 Every fault is seeded: its kind, how many ranks, which way their rows take, who is hit and after which step. It hits a
 real `freescale train`, under the launcher as users start it, on one host or on hosts of a lab. The run must end with
 the checkpoint of the undisturbed run, to the last bit, or, where nobody could go on, with one clear error in time.
+Two kinds, which are only there if asked for, let many faults hit one run, each before the last is forgotten.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class Trial:
             self.ways = ["c10d", "c10d"]
         if quick:
             self.count, self.victim = 2, self.victim % 2
+        self.hit_by = [kind]
         self.expected = (0,)
         """Exit codes that are right."""
         self.same = True
@@ -117,6 +119,12 @@ class Trial:
 
     def start(self, *more: str, **environment: str) -> Run:
         return Run(self.place, self.words("--nproc", str(self.count), *more), **environment)
+
+    def moments(self, *faults: str) -> Iterator[int]:
+        """Of faults that hit one run: after which step each does."""
+        self.hit_by = list(faults)
+        apart = _LATEST_STEP // len(faults)
+        return (apart * number + int(self.random.integers(2, 6)) for number in range(len(faults)))
 
 
 # --- What happens -------------------------------------------------------------------------------------------------
@@ -169,12 +177,16 @@ def corrupt(trial: Trial) -> list[Run]:
     run = trial.start()
     run.wait_for(max(trial.step, 2 * SAVE_EVERY + 3))
     _signal(run, trial.victim, signal.SIGKILL)
+    _spoil_newest(trial)
+    return [run]
+
+
+def _spoil_newest(trial: Trial) -> None:
     newest = sorted(trial.place.glob("checkpoints/step-*[0-9]"))[-1]
     file = sorted(newest.iterdir())[int(trial.random.integers(2 * trial.count + 1))]
     content = bytearray(file.read_bytes())
     content[int(trial.random.integers(len(content)))] ^= 1 << int(trial.random.integers(8))
     file.write_bytes(content if trial.random.random() < 0.5 else content[: len(content) // 2])
-    return [run]
 
 
 def full(trial: Trial) -> list[Run]:
@@ -198,11 +210,19 @@ def full_for_good(trial: Trial) -> list[Run]:
 
 def fsync(trial: Trial) -> list[Run]:
     """One call of one rank to the disk of the checkpoints fails: it opens, writes, syncs or renames."""
-    disk = failing_disk_at(trial.place.parent)
-    call, error = str(int(trial.random.integers(1, 40))), str(int(trial.random.choice([5, 28])))
-    where = str(trial.place / "checkpoints")
-    told = {"FAILING_DISK": where, "FAILING_CALL": call, "FAILING_ERROR": error, "FAILING_RANK": str(trial.victim)}
-    return [trial.start(LD_PRELOAD=str(disk), **told)]
+    return [trial.start(**_failing_disk(trial, before=40))]
+
+
+def _failing_disk(trial: Trial, *, before: int) -> dict[str, str]:
+    """What tells the victim's disk which call it is to fail."""
+    call, error = str(int(trial.random.integers(1, before))), str(int(trial.random.choice([5, 28])))
+    return {
+        "LD_PRELOAD": str(failing_disk_at(trial.place.parent)),
+        "FAILING_DISK": str(trial.place / "checkpoints"),
+        "FAILING_CALL": call,
+        "FAILING_ERROR": error,
+        "FAILING_RANK": str(trial.victim),
+    }
 
 
 def bad_sample(trial: Trial) -> list[Run]:
@@ -230,17 +250,21 @@ def slow_link(trial: Trial) -> list[Run]:
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
         runs[0].wait_for(trial.step)
-        hosts.shape(float(trial.random.uniform(1.0, 5.0)))
-        time.sleep(3.0)
-        hosts.shape(None)
+        _slow_for_a_while(trial, hosts)
         return _finished(runs)
+
+
+def _slow_for_a_while(trial: Trial, hosts: labs.Lab) -> None:
+    hosts.shape(float(trial.random.uniform(1.0, 5.0)))
+    time.sleep(3.0)
+    hosts.shape(None)
 
 
 def cut_link(trial: Trial) -> list[Run]:
     """The link of a host is cut for good, and no run is possible on fewer: an error on both sides."""
     trial.expected, trial.same = (5,), False
     with labs.lab(2) as hosts:
-        runs = _on_hosts(trial, hosts, restarts=0)
+        runs = _on_hosts(trial, hosts, "--restarts", "0")
         runs[0].wait_for(trial.step)
         hosts.cut(1)
         return _finished(runs)
@@ -251,23 +275,30 @@ def cut_and_mended(trial: Trial) -> list[Run]:
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
         runs[0].wait_for(trial.step)
-        hosts.cut(1)
-        time.sleep(float(trial.random.uniform(0.5, 4.0)))
-        hosts.mend(1)
+        _cut_for_a_while(trial, hosts)
         return _finished(runs)
+
+
+def _cut_for_a_while(trial: Trial, hosts: labs.Lab) -> None:
+    hosts.cut(1)
+    time.sleep(float(trial.random.uniform(0.5, 4.0)))
+    hosts.mend(1)
 
 
 def lost_host(trial: Trial) -> list[Run]:
     """A host is cut off until it has given up; then it comes back, as a new agent."""
     with labs.lab(2) as hosts:
-        runs = _on_hosts(trial, hosts, hosts_asked="2")
+        runs = _on_hosts(trial, hosts)
         runs[0].wait_for(trial.step)
-        hosts.cut(1)
-        code = runs[1].ended()
-        _require(code == 5, f"the host that was cut off ended with {code}")
-        hosts.mend(1)
-        runs[1] = _on_host(trial, hosts, 1, "2", 4)
-        return _finished(runs)
+        return _finished([runs[0], _lost_and_back(trial, hosts, runs[1])])
+
+
+def _lost_and_back(trial: Trial, hosts: labs.Lab, run: Run) -> Run:
+    hosts.cut(1)
+    code = run.ended()
+    _require(code == 5, f"the host that was cut off ended with {code}")
+    hosts.mend(1)
+    return _on_host(trial, hosts, 1)
 
 
 def lost_store(trial: Trial) -> list[Run]:
@@ -275,11 +306,54 @@ def lost_store(trial: Trial) -> list[Run]:
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
         runs[0].wait_for(max(trial.step, SAVE_EVERY + 2))
-        os.killpg(runs[0].agent, signal.SIGKILL)
-        code = runs[1].ended()
-        _require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}")
-        again = [_on_host(trial, hosts, host, "2", 4, "--resume") for host in (0, 1)]
-        return _finished(again)
+        return _finished(_started_again(trial, hosts, runs))
+
+
+def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[Run]:
+    os.killpg(runs[0].agent, signal.SIGKILL)
+    code = runs[1].ended()
+    _require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}")
+    return [_on_host(trial, hosts, host, "--resume") for host in (0, 1)]
+
+
+def several_on_one_host(trial: Trial) -> list[Run]:
+    """One after another: a call to the disk fails, and does so again whenever ranks were started again, ..."""
+    killed, paused, spoilt, stopped, filled = trial.moments("kill", "pause", "corrupt", "stop", "full")
+    trial.hit_by.append("fsync")
+    run = trial.start(**_failing_disk(trial, before=16))
+    run.wait_for(killed)
+    _signal(run, trial.victim, signal.SIGKILL)
+    run.wait_for(paused)
+    _signal(run, trial.victim, signal.SIGSTOP)
+    time.sleep(DEADLINE / 4)
+    _signal(run, trial.victim, signal.SIGCONT)
+    run.wait_for(spoilt)
+    _signal(run, trial.victim, signal.SIGKILL)
+    _spoil_newest(trial)
+    run.wait_for(stopped)
+    _signal(run, trial.victim, signal.SIGSTOP)
+    run.wait_for(filled)
+    fill(trial.place / "ballast")
+    run.wait_for(filled + SAVE_EVERY)
+    (trial.place / "ballast").unlink()
+    return [run]
+
+
+def several_between_hosts(trial: Trial) -> list[Run]:
+    """One after another, until the host that serves the store is lost and somebody starts the run again."""
+    slowed, cut, killed, lost, ended = trial.moments("slow link", "cut and mended", "kill", "lost host", "lost store")
+    with labs.lab(2) as hosts:
+        runs = _on_hosts(trial, hosts)
+        runs[0].wait_for(slowed)
+        _slow_for_a_while(trial, hosts)
+        runs[0].wait_for(cut)
+        _cut_for_a_while(trial, hosts)
+        runs[0].wait_for(killed)
+        _signal(runs[trial.victim], 0, signal.SIGKILL)
+        runs[0].wait_for(lost)
+        runs[1] = _lost_and_back(trial, hosts, runs[1])
+        runs[0].wait_for(ended)
+        return _finished(_started_again(trial, hosts, runs))
 
 
 KINDS: dict[str, Callable[[Trial], list[Run]]] = {
@@ -298,8 +372,12 @@ KINDS: dict[str, Callable[[Trial], list[Run]]] = {
     "full for good": full_for_good,
     "pause": pause,
 }
-ON_HOSTS = ("cut and mended", "slow link", "lost host", "lost store", "cut link")
-ON_SMALL_DISK = ("full", "full for good")
+SEVERAL: dict[str, Callable[[Trial], list[Run]]] = {
+    "several on one host": several_on_one_host,
+    "several between hosts": several_between_hosts,
+}
+ON_HOSTS = ("cut and mended", "slow link", "lost host", "lost store", "cut link", "several between hosts")
+ON_SMALL_DISK = ("full", "full for good", "several on one host")
 OFTEN = ("kill", "kill", "kill", "kill", "stop", "stop", "corrupt", "corrupt", "full", "fsync", "fsync")
 
 
@@ -312,7 +390,7 @@ def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quic
         trial = Trial(number, kind, data, place, quick=quick)
         expected = baselines.of(trial)
         began = time.monotonic()
-        runs = KINDS[kind](trial)
+        runs = (KINDS | SEVERAL)[kind](trial)
         codes = [run.ended() for run in runs]
         wrong = [f"exit code {code}" for code in codes if code not in trial.expected]
         if trial.same and not wrong and learnt(place) != expected:
@@ -330,6 +408,7 @@ def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quic
             "ranks": trial.count,
             "victim": trial.victim,
             "step": trial.step,
+            **({"hit_by": trial.hit_by} if kind in SEVERAL else {}),
             "outcome": "; ".join(wrong) or ("error, as it must be" if trial.expected != (0,) else "the same weights"),
             "ok": not wrong,
             "recoveries_s": recoveries,
@@ -393,16 +472,15 @@ class _DiskOf:
             subprocess.run(["umount", "-l", self._mounted], check=True)
 
 
-def _on_host(trial: Trial, hosts: labs.Lab, host: int, asked: str, restarts: int, *more: str) -> Run:
+def _on_host(trial: Trial, hosts: labs.Lab, host: int, *more: str) -> Run:
     meet = f"{labs.ADDRESS.format(1)}:29471"
-    words = trial.words("--nproc", "1", "--hosts", asked, "--meet", meet, "--restarts", str(restarts), *more)
+    words = trial.words("--nproc", "1", "--hosts", "2", "--meet", meet, *more)
     return Run(trial.place, words, host=hosts.hosts[host])
 
 
-def _on_hosts(trial: Trial, hosts: labs.Lab, *, restarts: int = 4, hosts_asked: str = "2") -> list[Run]:
+def _on_hosts(trial: Trial, hosts: labs.Lab, *more: str) -> list[Run]:
     """A rank on each of two hosts. The first serves the store."""
-    first = _on_host(trial, hosts, 0, hosts_asked, restarts)
-    return [first, _on_host(trial, hosts, 1, hosts_asked, restarts)]
+    return [_on_host(trial, hosts, host, *more) for host in (0, 1)]
 
 
 def _finished(runs: list[Run]) -> list[Run]:
@@ -460,7 +538,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS | SEVERAL)
     parser.add_argument("--quick", action="store_true", help="never more than two ranks")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -55,10 +55,12 @@ def waits(value: Tensor, parameters: Iterable[nn.Parameter], *, forward: float, 
     Parameters take part stage by stage, so that their gradients, which are zero, come one by one.
     """
     ahead, back = _Lane(forward, _STAGES), _Lane(backward, _STAGES)
-    firsts = [parameter.flatten()[0] for parameter in parameters]
+    held = list(parameters)
     for stage in range(_STAGES):
-        taken = firsts[stage * len(firsts) // _STAGES : (stage + 1) * len(firsts) // _STAGES]
-        value = _Stage.apply(value + 0.0 * sum(taken), ahead, back)
+        taken = held[stage * len(held) // _STAGES : (stage + 1) * len(held) // _STAGES]
+        # Taken here, not before: what was computed last is what autograd goes back through first.
+        firsts = [parameter.flatten()[0] for parameter in taken]
+        value = _Stage.apply(value + 0.0 * sum(firsts), ahead, back)
     return value
 
 

@@ -16,9 +16,9 @@ from freescale.balance.place.placement import Floats, Ints
 from freescale.balance.plan import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.stats import Profile
+from freescale.overlap.buckets import bucket_bytes
 from freescale.simulate.popularity import Popularity, Rows
 
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # of gradients, as DistributedDataParallel fills them
 SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
 EVENT_BYTES = 16  # of an event: its item and its time
 
@@ -52,13 +52,14 @@ class Model:
         sharded = config.tables.placement == "sharded"
         # A matrix has a product per token for every weight; beside it, positions and tables that every rank holds.
         rows = config.data.max_history + (0 if sharded else len(profile.items.counts))
-        dense = 4.0 * (counted.token + rows * config.model.dim)
+        held = 4.0 * rows * config.model.dim
+        dense = 4.0 * counted.token + held
         return Model(
             cost=cost,
             products=float(counted.of(length)[0] / cost.of(length)[0]),
             dim=config.model.dim,
             dense_bytes=dense,
-            last_bytes=dense if dense <= _FIRST_BUCKET else (dense - _FIRST_BUCKET) % _BUCKET or _BUCKET,
+            last_bytes=min(dense, max(held, bucket_bytes(dense))),
             popularity=Popularity.counted(profile.items.counts, drawn=drawn),
             looked_up=1 + drawn,
             micro_batches=config.train.micro_batches,

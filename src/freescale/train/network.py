@@ -14,6 +14,7 @@ from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted, deduplicate
 from freescale.models.protocol import Model, Rows
+from freescale.overlap.buckets import bucket_bytes
 from freescale.transport.c10d import C10d
 from freescale.transport.world import World
 
@@ -23,7 +24,8 @@ class Network(nn.Module):
 
     def __init__(self, model: Model, replicated: ReplicatedTables | None) -> None:
         super().__init__()
-        self.model, self.replicated = model, replicated
+        # In the order of use: gradients are sent in the reverse of it, and those of tables are there last.
+        self.replicated, self.model = replicated, model
 
     def wanted(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Wanted]]:
         """Find the distinct ids over all parts of a batch; every part gets them, with its own places among them."""
@@ -64,7 +66,13 @@ def data_parallel(network: Network, world: World, recorder: Recorder | None = No
     Looking for unused parameters keeps DDP from regrouping its buckets after the first step; a regrouped sum has
     another order of additions, and a resumed run would not be bitwise the uninterrupted one.
     """
-    parallel = DistributedDataParallel(network, process_group=world.group, find_unused_parameters=True)
+    dense = sum(weight.nbytes for weight in network.parameters())
+    parallel = DistributedDataParallel(
+        network,
+        process_group=world.group,
+        find_unused_parameters=True,
+        bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # any number will do
+    )
     parallel.register_comm_hook(world.transport, _add_up if recorder is None else watched(_add_up, recorder))
     return parallel
 
