@@ -4,12 +4,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
@@ -54,6 +57,25 @@ def wait_for_all(world: World, stuck: int, deadline: float) -> str:
     return "arrived"
 
 
+def add_up_gradients(world: World, stuck: int) -> str:
+    """Train a step by DDP, whose own wait for gradients fails: a rank does not come, and an earlier transfer gives up."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = DistributedDataParallel(nn.Linear(8, 1), process_group=group)
+    used = C10d(model.process_group, world.store)
+    model.register_comm_hook(used, C10d.add_up_gradients)
+    loss = model(torch.ones(1, 8)).sum()
+    if world.rank == stuck:
+        time.sleep(6)
+        return "slept"
+    before = used.all_reduce(torch.ones(1), name="count")
+    try:
+        with used.named("dense gradients"):
+            loss.backward()
+    except TransportError as error:
+        return str(error)
+    return f"arrived: {before}"
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     started = Ranks(request.param)
@@ -90,6 +112,16 @@ def test_a_stuck_rank_is_named_by_all_others_by_the_deadline() -> None:
         for rank in (0, 2):
             assert f"gradients of step 1 failed on rank {rank} of 3: ranks that do not answer: 1" in told[rank]
             assert "remedy:" in told[rank]
+    finally:
+        started.close()
+
+
+def test_a_stuck_rank_is_named_also_where_ddp_waits_for_it() -> None:
+    started = Ranks(3)
+    try:
+        told = started.run(add_up_gradients, 1)
+        for rank in (0, 2):
+            assert f"dense gradients failed on rank {rank} of 3: ranks that do not answer: 1" in told[rank]
     finally:
         started.close()
 

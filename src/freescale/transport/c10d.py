@@ -13,6 +13,8 @@ from torch import Tensor
 from freescale.transport.handle import LOOK_SECONDS, Handle, Peers, Watcher
 
 _How = dist.ReduceOp.RedOpType
+_GLOO_SAYS = ("gloo", "Application timeout caused pair closure")
+"""In its errors: where it was, or that another transfer gave up before."""
 _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 """What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
 
@@ -84,7 +86,7 @@ class C10d:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
+            if isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO_SAYS):
                 raise self.peers.failure(name, error) from error
             raise
 
