@@ -1,6 +1,6 @@
 """Does a run lose anything, or hang, whatever happens to it?
 
-    python benchmarks/faults.py [--faults 200] [--first 0] [--kinds kill stop ...] [--quick] [--out FILE.json]
+    python benchmarks/faults.py [--faults 200] [--only 7 11 ...] [--kinds kill stop ...] [--quick] [--out FILE.json]
 
 Every fault is seeded: its kind, how many ranks, which way their rows take, who is hit and after which step. It hits a
 real `freescale train`, under the launcher as users start it, on one host or on hosts of a lab. The run must end with
@@ -44,7 +44,7 @@ class Run:
     def __init__(self, folder: Path, words: Sequence[str], *, host: str = "", **environment: str) -> None:
         inside = ["ip", "netns", "exec", host] if host else []
         command = [*inside, sys.executable, "-m", "freescale", *words, "--out", str(folder)]
-        self.folder, self.said = folder, ""
+        self.folder, self.said, self._reached = folder, "", 0
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -53,13 +53,16 @@ class Run:
             text=True,
             start_new_session=True,
         )
-        self._steps: dict[int, threading.Event] = {step: threading.Event() for step in range(1, STEPS + 1)}
         self._reader = threading.Thread(target=self._listen, daemon=True)
         self._reader.start()
 
-    def wait_for(self, step: int) -> None:
-        """Return when a step was told, or nothing will be told any more."""
-        self._steps[step].wait(HANGS_AFTER)
+    def wait_for(self, step: int, other: "Run | None" = None) -> None:
+        """Return when a step was told: here, or by another host, since either may hold the rank that tells."""
+        runs, until = [self, *([other] if other else [])], time.monotonic() + HANGS_AFTER
+        while all(run._reached < step for run in runs):
+            ended = all(not run._reader.is_alive() for run in runs)
+            _require(not ended and time.monotonic() < until, f"step {step} was not reached: {self.said[-2000:]}")
+            time.sleep(0.005)
 
     def ranks(self) -> list[int]:
         """Processes of the ranks, in order."""
@@ -84,10 +87,8 @@ class Run:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.said += line
-            if line.startswith("step ") and "/" in line and (step := int(line.split()[1].split("/")[0])) in self._steps:
-                self._steps[step].set()
-        for event in self._steps.values():
-            event.set()
+            if line.startswith("step ") and "/" in line:
+                self._reached = max(self._reached, int(line.split()[1].split("/")[0]))
 
 
 class Trial:
@@ -134,7 +135,9 @@ def kill(trial: Trial) -> list[Run]:
     """A rank is killed (-9), after a step or while it starts."""
     run = trial.start()
     if trial.random.random() < 0.2:
-        time.sleep(float(trial.random.uniform(1.0, 6.0)))
+        while len(run.ranks()) < trial.count:
+            time.sleep(0.01)
+        time.sleep(float(trial.random.uniform(0.0, 3.0)))
     else:
         run.wait_for(trial.step)
         time.sleep(float(trial.random.uniform(0.0, 0.05)))
@@ -249,7 +252,7 @@ def slow_link(trial: Trial) -> list[Run]:
     """The links between hosts become slow for a while."""
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
-        runs[0].wait_for(trial.step)
+        runs[0].wait_for(trial.step, runs[1])
         _slow_for_a_while(trial, hosts)
         return _finished(runs)
 
@@ -265,7 +268,7 @@ def cut_link(trial: Trial) -> list[Run]:
     trial.expected, trial.same = (5,), False
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts, "--restarts", "0")
-        runs[0].wait_for(trial.step)
+        runs[0].wait_for(trial.step, runs[1])
         hosts.cut(1)
         return _finished(runs)
 
@@ -274,7 +277,7 @@ def cut_and_mended(trial: Trial) -> list[Run]:
     """The link of a host is cut for a few seconds."""
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
-        runs[0].wait_for(trial.step)
+        runs[0].wait_for(trial.step, runs[1])
         _cut_for_a_while(trial, hosts)
         return _finished(runs)
 
@@ -289,7 +292,7 @@ def lost_host(trial: Trial) -> list[Run]:
     """A host is cut off until it has given up; then it comes back, as a new agent."""
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
-        runs[0].wait_for(trial.step)
+        runs[0].wait_for(trial.step, runs[1])
         return _finished([runs[0], _lost_and_back(trial, hosts, runs[1])])
 
 
@@ -305,14 +308,14 @@ def lost_store(trial: Trial) -> list[Run]:
     """The host that serves the store is lost: the other ends with an error, and somebody starts the run again."""
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
-        runs[0].wait_for(max(trial.step, SAVE_EVERY + 2))
+        runs[0].wait_for(max(trial.step, SAVE_EVERY + 2), runs[1])
         return _finished(_started_again(trial, hosts, runs))
 
 
 def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[Run]:
     os.killpg(runs[0].agent, signal.SIGKILL)
     code = runs[1].ended()
-    _require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}")
+    _require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}: {runs[1].said}")
     return [_on_host(trial, hosts, host, "--resume") for host in (0, 1)]
 
 
@@ -344,15 +347,15 @@ def several_between_hosts(trial: Trial) -> list[Run]:
     slowed, cut, killed, lost, ended = trial.moments("slow link", "cut and mended", "kill", "lost host", "lost store")
     with labs.lab(2) as hosts:
         runs = _on_hosts(trial, hosts)
-        runs[0].wait_for(slowed)
+        runs[0].wait_for(slowed, runs[1])
         _slow_for_a_while(trial, hosts)
-        runs[0].wait_for(cut)
+        runs[0].wait_for(cut, runs[1])
         _cut_for_a_while(trial, hosts)
-        runs[0].wait_for(killed)
+        runs[0].wait_for(killed, runs[1])
         _signal(runs[trial.victim], 0, signal.SIGKILL)
-        runs[0].wait_for(lost)
+        runs[0].wait_for(lost, runs[1])
         runs[1] = _lost_and_back(trial, hosts, runs[1])
-        runs[0].wait_for(ended)
+        runs[0].wait_for(ended, runs[1])
         return _finished(_started_again(trial, hosts, runs))
 
 
@@ -390,9 +393,13 @@ def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quic
         trial = Trial(number, kind, data, place, quick=quick)
         expected = baselines.of(trial)
         began = time.monotonic()
-        runs = (KINDS | SEVERAL)[kind](trial)
+        runs, wrong = [], []
+        try:
+            runs = (KINDS | SEVERAL)[kind](trial)
+        except AssertionError as error:
+            wrong.append(str(error))
         codes = [run.ended() for run in runs]
-        wrong = [f"exit code {code}" for code in codes if code not in trial.expected]
+        wrong += [f"exit code {code}" for code in codes if code not in trial.expected]
         if trial.same and not wrong and learnt(place) != expected:
             wrong.append("it learnt something else")
         if trial.same and not wrong and losses(place) != list(range(1, STEPS + 1)):
@@ -496,9 +503,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _signal(run: Run, rank: int, kind: signal.Signals) -> None:
-    ranks = run.ranks()
-    if rank < len(ranks):
-        os.kill(ranks[rank], kind)
+    os.kill(run.ranks()[rank], kind)
 
 
 def _alive(pids: Sequence[int]) -> list[int]:
@@ -537,7 +542,7 @@ def kind_of(number: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="these numbers, out of all")
     parser.add_argument("--kinds", nargs="+", choices=KINDS | SEVERAL)
     parser.add_argument("--quick", action="store_true", help="never more than two ranks")
     parser.add_argument("--out", type=Path)
@@ -545,7 +550,7 @@ def main() -> None:
     baselines, found = Baselines(), []
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(Path(folder) / "data")
-        for number in range(options.first, options.first + options.faults):
+        for number in options.only or range(options.faults):
             kind = options.kinds[number % len(options.kinds)] if options.kinds else kind_of(number)
             found.append(trial_of(number, kind, data, baselines, quick=options.quick))
             print(json.dumps(found[-1]), flush=True)

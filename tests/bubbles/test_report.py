@@ -153,7 +153,7 @@ def test_traces_of_any_trainer_are_reported_alike(tmp_path: Path, capsys: pytest
     [
         ([], 2, "name one run"),
         (["a", "b", "c"], 2, "name one run"),
-        (["nowhere"], 3, "nothing was recorded"),
+        (["nowhere"], 3, "there is no run"),
         (["RUN", "--steps", "3"], 2, "was not kept whole"),
     ],
 )

@@ -158,7 +158,8 @@ def read_intervals(run: Path) -> list[Interval]:
     found = list(_lines(path, _interval)) if path.exists() else []
     if not found:
         remedy = "name the folder of a training, such as runs/latest; it is written after the first log interval"
-        raise DataError("nothing was recorded of the bubbles of this run", where=str(path), remedy=remedy)
+        what = "nothing was recorded of the bubbles of this run" if run.is_dir() else f"there is no run '{run}'"
+        raise DataError(what, where=str(path), remedy=remedy)
     return [one for one in found if one.ranks == found[-1].ranks]
 
 
