@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mbit", type=float, default=400, help="of the links between the hosts")
+    parser.add_argument("--items", type=int, default=1_000_000, help="of the catalogue")
     parser.add_argument("--samples", type=int, default=16, help="of a rank")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -66,10 +67,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
             data = Path(folder) / preset
-            synthetic.write(data, preset, users=8000, catalogue=200_000, shorter=PRESETS[preset])
+            synthetic.write(data, preset, users=8000, catalogue=options.items, shorter=PRESETS[preset])
             lanes = [(ranks, True) for ranks in options.ranks] + ([(2, False)] if options.real else [])
             for ranks, timed in lanes:
                 place = Path(folder) / f"{preset}-{ranks}-{timed}"
