@@ -161,7 +161,7 @@ def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) ->
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)
     betas = (train.beta1, train.beta2)
-    return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
 
 
 def _require_columns(config: RunConfig, loader: Loader) -> None:
