@@ -6,7 +6,7 @@ RUN/bubbles/machine.json        what it ran on
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,8 +100,8 @@ class Writer:
     def forget_after(self, step: int) -> None:
         """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
         for path in self._folder.glob("*.jsonl"):
-            kept = [facts for number, facts in _lines(path, lambda facts: (facts["step"] + 0, facts)) if number <= step]
-            path.write_text("".join(json.dumps(facts, separators=(",", ":")) + "\n" for facts in kept))
+            numbered = _lines(path, lambda facts: (facts["step"] + 0, facts))
+            replace_lines(path, (_line(facts) for number, facts in numbered if number <= step))
 
     def interval(self, found: Interval) -> None:
         """Keep an interval."""
@@ -116,9 +116,21 @@ class Writer:
     def _add(self, name: str, lines: list[dict[str, Any]]) -> None:
         try:
             with (self._folder / name).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(facts, separators=(",", ":")) + "\n" for facts in lines)
+                file.writelines(_line(facts) + "\n" for facts in lines)
         except OSError as error:  # a training is worth more than what is known of it
             notice(f"{self._folder / name} lacks something: {reason(error)}")
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Give a file other lines, which may come from itself: one at a time, so that a long run takes no more memory."""
+    beside = path.with_suffix(".new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    beside.replace(path)
+
+
+def _line(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, separators=(",", ":"))
 
 
 class Machine(NamedTuple):
@@ -220,10 +232,11 @@ def _lines(path: Path, make: Callable[[dict[str, Any]], T], *, whole: bool = Fal
     """What whole lines say: a run that was killed may have left half of one at the end. `whole`: the file is one."""
     done = 0
     try:
-        for line in [path.read_bytes()] if whole else path.read_bytes().splitlines(keepends=True):
-            if whole or line.endswith(b"\n"):
-                yield make(json.loads(line))
-            done += 1
+        with path.open("rb") as file:
+            for line in [file.read()] if whole else file:
+                if whole or line.endswith(b"\n"):
+                    yield make(json.loads(line))
+                done += 1
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"line {done + 1} is not what a training writes ({type(error).__name__}: {reason(error)})"
         raise DataError(what, where=str(path), remedy="remove that line, or the file") from error

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from freescale.bubbles.records import replace_lines
 from freescale.errors import reason
 from freescale.log import notice
 
@@ -22,12 +23,12 @@ FILE = "metrics.jsonl"
 
 def entries(run: Path) -> Iterator[dict[str, Any]]:
     """What a run noted. Who was killed, or had a full disk, may have left half a line."""
-    path = run / FILE
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and "kind" in entry and type(entry.get("step")) is int:
-                yield entry
+    with contextlib.suppress(FileNotFoundError), (run / FILE).open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and "kind" in entry and type(entry.get("step")) is int:
+                    yield entry
 
 
 class Journal:
@@ -73,8 +74,8 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Drop entries beyond a step, which will be done again, and half a line that may have been left."""
         if self._leads:
-            kept = [json.dumps(entry) + "\n" for entry in entries(self._path.parent) if entry["step"] <= step]
-            self._path.write_text("".join(kept), encoding="utf-8")
+            kept = (json.dumps(entry) for entry in entries(self._path.parent) if entry["step"] <= step)
+            replace_lines(self._path, kept)
             self._unwritten = b""
 
     def _add(self, line: str) -> None:
