@@ -60,7 +60,7 @@ def wait_for_all(world: World, stuck: int, deadline: float) -> str:
 def add_up_gradients(world: World, stuck: int) -> str:
     """Train a step by DDP, whose own wait for gradients fails: a rank does not come, and another transfer gives up."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     model = DistributedDataParallel(nn.Linear(8, 1), process_group=group)
     used = C10d(group, world.store)
     model.register_comm_hook(used, C10d.add_up_gradients)
