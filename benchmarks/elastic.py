@@ -76,7 +76,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     return {
         "exit_codes": codes,
         "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("note: resumed on ")],
-        "told": [line for line in first.said.splitlines() if line.startswith(("note: generation", "resumed"))],
+        "told": [line for line in first.said.splitlines() if line.startswith("note: generation")],
         "recoveries_s": [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"],
         "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, steps + 1)),
         "largest_relative_difference": apart,
