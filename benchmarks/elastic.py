@@ -10,6 +10,7 @@ grow.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -109,19 +110,22 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     run = Run(folder / "run", [*words, "--train.save-every", "40"])
     random, seen = np.random.default_rng(0), []
     run.wait_for(1)
-    until = time.monotonic() + 60 * minutes
+    hit = time.monotonic()
+    until = hit + 60 * minutes
     while time.monotonic() < until:
-        begun, minute = run.said.count("recovered in"), time.monotonic()
+        begun = run.said.count("recovered in")
         time.sleep(min(every, SAMPLE_AT_SECONDS))
         ranks = run.ranks()
         files = sum(len(names) for _, _, names in os.walk(folder / "run"))
         held = zip(WATCHED, (run.agent, parent(ranks[0]), ranks[0]), strict=True)
         seen.append({**{who: usage(process) for who, process in held}, "files": files})
         print(json.dumps(seen[-1]), flush=True)
-        time.sleep(max(0.0, every - (time.monotonic() - minute)))
+        time.sleep(max(0.0, hit + every - time.monotonic()))
+        hit = time.monotonic()
         kind = signal.SIGKILL if random.random() < 0.8 else signal.SIGSTOP
-        os.kill(ranks[int(random.integers(len(ranks)))], kind)
-        while run.said.count("recovered in") == begun and time.monotonic() < minute + 180:
+        with contextlib.suppress(IndexError, ProcessLookupError):  # ranks that were slow to end may just start again
+            os.kill(run.ranks()[int(random.integers(2))], kind)
+        while run.said.count("recovered in") == begun and time.monotonic() < hit + 180:
             time.sleep(0.1)
     os.kill(run.agent, signal.SIGTERM)
     code = run.ended()
