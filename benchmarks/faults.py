@@ -64,6 +64,12 @@ class Run:
             _require(not ended and time.monotonic() < until, f"step {step} was not reached: {self.said[-2000:]}")
             time.sleep(0.005)
 
+    def wait_for_ranks(self, count: int) -> None:
+        """Return when so many have been started."""
+        while len(self.ranks()) < count:
+            _require(self._reader.is_alive(), f"no ranks were started: {self.said[-2000:]}")
+            time.sleep(0.01)
+
     def ranks(self) -> list[int]:
         """Processes of the ranks, in order."""
         return [rank for child in _children(self.agent) for rank in _children(child)]
@@ -107,7 +113,7 @@ class Trial:
             self.ways = ["c10d", "c10d"]
         if quick:
             self.count, self.victim = 2, self.victim % 2
-        self.hit_by = [kind]
+        self.hit_by, self.started = [kind], list[Run]()
         self.expected = (0,)
         """Exit codes that are right."""
         self.same = True
@@ -119,7 +125,12 @@ class Trial:
         return [*RECIPE, "--data", str(self.data), *ways, *more]
 
     def start(self, *more: str, **environment: str) -> Run:
-        return Run(self.place, self.words("--nproc", str(self.count), *more), **environment)
+        return self.watched(Run(self.place, self.words("--nproc", str(self.count), *more), **environment))
+
+    def watched(self, run: Run) -> Run:
+        """A run that is not left behind if something is wrong."""
+        self.started.append(run)
+        return run
 
     def moments(self, *faults: str) -> Iterator[int]:
         """Of faults that hit one run: after which step each does."""
@@ -135,8 +146,7 @@ def kill(trial: Trial) -> list[Run]:
     """A rank is killed (-9), after a step or while it starts."""
     run = trial.start()
     if trial.random.random() < 0.2:
-        while len(run.ranks()) < trial.count:
-            time.sleep(0.01)
+        run.wait_for_ranks(trial.count)
         time.sleep(float(trial.random.uniform(0.0, 3.0)))
     else:
         run.wait_for(trial.step)
@@ -320,7 +330,7 @@ def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[R
 
 
 def several_on_one_host(trial: Trial) -> list[Run]:
-    """One after another: a call to the disk fails, and does so again whenever ranks were started again, ..."""
+    """One after another; a call to the disk fails besides, and does so again whenever ranks were started again."""
     killed, paused, spoilt, stopped, filled = trial.moments("kill", "pause", "corrupt", "stop", "full")
     trial.hit_by.append("fsync")
     run = trial.start(**_failing_disk(trial, before=16))
@@ -398,6 +408,9 @@ def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quic
             runs = (KINDS | SEVERAL)[kind](trial)
         except AssertionError as error:
             wrong.append(str(error))
+            for run in trial.started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.agent, signal.SIGKILL)
         codes = [run.ended() for run in runs]
         wrong += [f"exit code {code}" for code in codes if code not in trial.expected]
         if trial.same and not wrong and learnt(place) != expected:
@@ -482,7 +495,7 @@ class _DiskOf:
 def _on_host(trial: Trial, hosts: labs.Lab, host: int, *more: str) -> Run:
     meet = f"{labs.ADDRESS.format(1)}:29471"
     words = trial.words("--nproc", "1", "--hosts", "2", "--meet", meet, *more)
-    return Run(trial.place, words, host=hosts.hosts[host])
+    return trial.watched(Run(trial.place, words, host=hosts.hosts[host]))
 
 
 def _on_hosts(trial: Trial, hosts: labs.Lab, *more: str) -> list[Run]:
