@@ -106,8 +106,9 @@ def _wait_for_ranks(run: Run, count: int) -> None:
 def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     """One fault a minute; after each, ranks of the same age are looked at."""
     data = make_data(folder / "data")
-    words = [*RECIPE, "--train.max-steps", "10000000", "--data", str(data), "--nproc", "2", "--restarts", "100000"]
-    run = Run(folder / "run", [*words, "--train.save-every", "40"])
+    endless = ["--train.epochs", "1000000", "--train.max-steps", "10000000", "--restarts", "100000"]
+    words = [*RECIPE, *endless, "--data", str(data), "--nproc", "2", "--train.save-every", "40"]
+    run = Run(folder / "run", words)
     random, seen = np.random.default_rng(0), []
     run.wait_for(1)
     hit = time.monotonic()
