@@ -167,10 +167,14 @@ def pause(trial: Trial) -> list[Run]:
     """A rank is stopped for less than the deadline: nobody has to start again."""
     run = trial.start("--restarts", "0")
     run.wait_for(trial.step)
-    _signal(run, trial.victim, signal.SIGSTOP)
-    time.sleep(DEADLINE / 4)
-    _signal(run, trial.victim, signal.SIGCONT)
+    _pause_for_a_while(run, trial.victim)
     return [run]
+
+
+def _pause_for_a_while(run: Run, rank: int) -> None:
+    _signal(run, rank, signal.SIGSTOP)
+    time.sleep(DEADLINE / 4)
+    _signal(run, rank, signal.SIGCONT)
 
 
 def agent(trial: Trial) -> list[Run]:
@@ -337,9 +341,7 @@ def several_on_one_host(trial: Trial) -> list[Run]:
     run.wait_for(killed)
     _signal(run, trial.victim, signal.SIGKILL)
     run.wait_for(paused)
-    _signal(run, trial.victim, signal.SIGSTOP)
-    time.sleep(DEADLINE / 4)
-    _signal(run, trial.victim, signal.SIGCONT)
+    _pause_for_a_while(run, trial.victim)
     run.wait_for(spoilt)
     _signal(run, trial.victim, signal.SIGKILL)
     _spoil_newest(trial)
