@@ -17,6 +17,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from freescale.checkpoint.files import Part, read_json
 from record import save
 
 RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
+SERVES = "note: this host serves the store"
 WATCHED = ("agent", "nursery", "rank")
 SAMPLE_AT_SECONDS = 15.0
 """After a start, when ranks of every generation have done the same."""
@@ -52,23 +54,28 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     data = make_data(folder / "data")
     words = [*RECIPE, "--train.max-steps", str(steps), "--train.save-every", "4", "--train.precision", "fp64"]
     words += ["--data", str(data), "--data.global-batch", "96", "--model.dim", "64", "--restarts", "9"]
-    calm = Run(folder / "calm", [*words, "--nproc", str(ranks)])
+    one_thread = {"OMP_NUM_THREADS": "1"}  # each; the hosts share this machine
+    calm = Run(folder / "calm", [*words, "--nproc", str(ranks)], **one_thread)
     assert calm.ended() == 0, calm.said
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--meet", f"127.0.0.1:{port}"]
     run = folder / "elastic"
-    first = Run(run, elastic)
-    _wait_for_listener(port)  # so that it is the one that serves
-    agents = [first, *(Run(run, elastic) for _ in range(ranks - 1))]
-    first.wait_for(10)
+    agents = [Run(run, elastic, **one_thread) for _ in range(ranks)]
+    for agent in agents:
+        agent.wait_for_ranks(1)
+    agents.sort(key=lambda agent: SERVES not in agent.said)
+    first = agents[0]
+    assert SERVES in first.said, first.said
+    _wait_for_steps(first, 8)
     for lost in agents[ranks // 2 :]:
         os.killpg(lost.agent, signal.SIGKILL)
     del agents[ranks // 2 :]
     while len(agents) < ranks:
-        _wait_for_ranks(first, len(agents))
-        agents.append(Run(run, elastic))
+        _wait_until(lambda: f"resumed on {len(agents)} ranks" in first.said, first)
+        _wait_for_steps(first, 8)
+        agents.append(Run(run, elastic, **one_thread))
     codes = [agent.ended() for agent in agents]
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     a, b = learnt(folder / "calm"), learnt(run)
@@ -84,23 +91,16 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _wait_for_listener(port: int) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        with socket.socket() as asked:
-            if asked.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-
-
-def _wait_for_ranks(run: Run, count: int) -> None:
-    """Wait until a generation of so many ranks has done some steps."""
-    until = time.monotonic() + 120
-    while f"resumed on {count} ranks" not in run.said and time.monotonic() < until:
-        time.sleep(0.1)
+def _wait_for_steps(run: Run, count: int) -> None:
     begun = run.said.count("\nstep ")
-    while run.said.count("\nstep ") < begun + 8 and time.monotonic() < until:
-        time.sleep(0.1)
+    _wait_until(lambda: run.said.count("\nstep ") >= begun + count, run)
+
+
+def _wait_until(met: Callable[[], bool], run: Run) -> None:
+    until = time.monotonic() + 120
+    while not met():
+        assert time.monotonic() < until, f"the hosts did not get where they should: {run.said[-2000:]}"
+        time.sleep(0.01)
 
 
 def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:

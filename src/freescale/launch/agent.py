@@ -44,6 +44,9 @@ class Agent:
         """Generation after generation; gives the exit code of the command."""
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         threading.Thread(target=self._watch_the_store, daemon=True).start()
+        if self._meeting.serves and self._meeting.hosts.most > 1:
+            address, port = self._meeting.address
+            notice(f"this host serves the store at {address}:{port}; without it the run ends on every host")
         generation, code = 0, None
         try:
             while code is None:
