@@ -56,13 +56,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mbit", type=float, default=400, help="of the links between the hosts")
     parser.add_argument("--items", type=int, default=1_000_000, help="of the catalogue")
-    parser.add_argument("--samples", type=int, default=16, help="of a rank")
-    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=256, help="of a rank")
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--negatives", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--exact-steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--exact-steps", type=int, default=3)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
             data = Path(folder) / preset
-            synthetic.write(data, preset, users=8000, catalogue=options.items, shorter=PRESETS[preset])
+            synthetic.write(data, preset, users=20_000, catalogue=options.items, shorter=PRESETS[preset])
             lanes = [(ranks, True) for ranks in options.ranks] + ([(2, False)] if options.real else [])
             for ranks, timed in lanes:
                 place = Path(folder) / f"{preset}-{ranks}-{timed}"
@@ -88,7 +88,7 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
                 if options.out:
                     options.out.with_name(f"step-{preset}-{ranks}-{what['compute']}.html").write_text(drawn)
-    save(options.out, results)
+                save(options.out, results)  # as soon as there are some
 
 
 if __name__ == "__main__":

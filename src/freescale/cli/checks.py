@@ -216,7 +216,12 @@ def _gpu(torch: dict[str, Any]) -> Iterator[Finding]:
         yield ok("gpu", f"{torch['gpus']} GPUs")
     else:
         why = "no driver, no device, or CUDA_VISIBLE_DEVICES hides them"
-        yield fault("gpu", "no GPU is visible", why, "nvidia-smi   (must list the GPUs; else train with --device cpu)")
+        yield fault(
+            "gpu",
+            "no GPU is visible",
+            why,
+            "nvidia-smi   (must list the GPUs; else: CUDA_VISIBLE_DEVICES= freescale train ...)",
+        )
 
 
 _LOAD = """

@@ -32,7 +32,7 @@ def run(argv: Sequence[str], prog: str) -> int:
 
         evaluation = evaluation_of(saved.config, saved.world, saved.assembly.network, saved.assembly.tables)
         if evaluation is None:
-            remedy = 'train with data.split = "last" or "time", or give it --data.test-path'
+            remedy = "train with --data.split last or time, or with --data.test-path"
             raise UsageError("nothing is held out in this run", remedy=remedy)
         metrics = evaluation()
         if saved.world.leads and options.json:

@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 5 a rank lost,
-            6 numbers that are none, 130 interrupted"""
+            6 NaN or overflow, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

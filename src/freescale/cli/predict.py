@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Rank the whole corpus for every user's whole history, without what is in it, and write the best to Parquet.
+    """Rank the whole corpus after the last `data.max_history` events of every user, without these, and write the best.
 
-    freescale predict runs/latest top/ -k 10
+    freescale predict runs/latest top/ --k 10
     """
 
     out: tyro.conf.Positional[Path]
@@ -32,7 +32,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Write the predictions and say how many users they are for."""
     options = parse(Options, argv, prog)
     if options.k < 1:
-        raise UsageError("-k must be at least 1", remedy=f"see {prog} --help")
+        raise UsageError("--k must be at least 1", remedy=f"see {prog} --help")
 
     def work(saved: "Saved") -> None:
         from freescale.train.predict import predict

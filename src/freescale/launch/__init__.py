@@ -17,7 +17,7 @@ def launched_instead(words: Sequence[str], *, ranks: int, hosts: Hosts | None = 
     """
     # Before torch is imported: it warns of DDP's search for unused parameters, which we want (see `train.network`).
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if _is_rank() or (ranks == 1 and hosts is None and not restarts):
+    if _is_rank(hosts) or (ranks == 1 and hosts is None and not restarts):
         return None
     from freescale.launch.ranks import prepare, wait_until_prepared
 
@@ -33,6 +33,10 @@ def launched_instead(words: Sequence[str], *, ranks: int, hosts: Hosts | None = 
         meeting.close()
 
 
-def _is_rank() -> bool:
-    """Whether a launcher (this one, torchrun or SLURM) started this process as one of several ranks."""
-    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ)
+def _is_rank(hosts: Hosts | None) -> bool:
+    """Whether a launcher (this one, torchrun or SLURM) started this process as one of several ranks.
+
+    A task of SLURM that is told where agents meet is one of these.
+    """
+    of_slurm = "SLURM_PROCID" in os.environ and "SLURM_STEP_NODELIST" in os.environ
+    return "RANK" in os.environ or (of_slurm and hosts is None)

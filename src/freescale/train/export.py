@@ -14,7 +14,7 @@ def export_model(saved: Saved, folder: Path) -> list[str]:
     """Write model, tables, config and vocabulary, read everything back, and give rank 0 the names of the files."""
     world, tables = saved.world, saved.assembly.tables
     if (folder / export.LIST).exists():
-        raise UsageError("there is an export in this folder already", where=str(folder), remedy="choose another --out")
+        raise UsageError("there is an export in this folder already", where=str(folder), remedy="choose another folder")
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     mine = {}

@@ -1,4 +1,4 @@
-"""The best items for every user, from the whole history, to Parquet: one file per rank."""
+"""The best items for every user, after the last events, held-out ones included, to Parquet: one file per rank."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ def predict(saved: Saved, folder: Path, *, count: int) -> int:
     world, data = saved.world, replace(saved.config.data, split="none", global_batch=SAMPLES * saved.world.ranks)
     if folder.exists() and any(folder.glob("*.parquet")):
         what = "there are predictions in this folder already"
-        raise UsageError(what, where=str(folder), remedy="choose another --out")
+        raise UsageError(what, where=str(folder), remedy="choose another folder")
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader(data, seed=saved.config.seed, rank=world.rank, ranks=world.ranks)
