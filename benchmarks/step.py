@@ -21,15 +21,15 @@ from lab import lab
 from processes import on_ranks
 from record import save
 
-PRESETS: dict[synthetic.Preset, int] = {"kuairand": 32, "heavy": 4}
-"""And how many times shorter histories are made."""
+PRESETS: dict[synthetic.Preset, tuple[int, int]] = {"heavy": (4, 256), "kuairand": (32, 64)}
+"""How many times shorter histories are made, and samples of a rank."""
 
 
-def settings(options: argparse.Namespace, data: Path, ranks: int) -> RunConfig:
+def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) -> RunConfig:
     fields = {
         "data.path": data,
         "data.max-history": 1024,
-        "data.global-batch": options.samples * ranks,
+        "data.global-batch": samples * ranks,
         "data.split": "none",
         "model.dim": options.dim,
         "model.layers": options.layers,
@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mbit", type=float, default=400, help="of the links between the hosts")
-    parser.add_argument("--items", type=int, default=1_000_000, help="of the catalogue")
-    parser.add_argument("--samples", type=int, default=256, help="of a rank")
+    parser.add_argument("--items", type=int, default=4_370_000, help="of the catalogue: as many as KuaiRand-1K's")
+    parser.add_argument("--samples", type=int, help="of a rank")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--negatives", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--exact-steps", type=int, default=3)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
@@ -71,12 +71,12 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
-            data = Path(folder) / preset
-            synthetic.write(data, preset, users=20_000, catalogue=options.items, shorter=PRESETS[preset])
+            data, (shorter, samples) = Path(folder) / preset, PRESETS[preset]
+            synthetic.write(data, preset, users=20_000, catalogue=options.items, shorter=shorter)
             lanes = [(ranks, True) for ranks in options.ranks] + ([(2, False)] if options.real else [])
             for ranks, timed in lanes:
                 place = Path(folder) / f"{preset}-{ranks}-{timed}"
-                words = settings(options, data, ranks), place, options, timed
+                words = settings(options, data, options.samples or samples, ranks), place, options, timed
                 if timed:
                     with lab(ranks) as hosts:
                         hosts.shape(options.mbit)

@@ -4,11 +4,13 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from freescale.errors import UsageError
 from freescale.launch.decide import Verdict
 from freescale.launch.hosts import Hosts
 from freescale.launch.meeting import Meeting
+from freescale.transport.world import name_in_store
 
 
 def listening(port: int) -> set[str]:
@@ -46,6 +48,22 @@ def test_the_first_agent_serves_and_others_find_it() -> None:
     assert second.concluded(0) == Verdict(None, "so", lost_at=1.5)
     second.close()
     first.close()
+
+
+def test_what_was_said_in_earlier_generations_is_forgotten() -> None:
+    meeting = Meeting(Hosts(), ranks=1)
+    of_ranks = dist.TCPStore(*meeting.address, is_master=False)
+    for generation in range(3):
+        meeting.come(generation)
+        meeting.open(generation, {0: 0}, 1)
+        dist.PrefixStore(name_in_store(generation), of_ranks).set("an address", "")
+        meeting.conclude(generation, Verdict(None, "so"))
+    left = [key.lstrip("/") for key in of_ranks.list_keys()]
+    assert not [key for key in left if key.startswith(("0/", "freescale/0/"))]
+    assert meeting.concluded(1) == Verdict(None, "so")
+    assert meeting.opened(2) is not None
+    assert "freescale/1/an address" in left
+    meeting.close()
 
 
 def test_an_address_that_cannot_be_used_is_said() -> None:

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
     "two slots for ids": (with_slots(ids=2), "send_ids", "ids"),
     "one slot for gradients": (with_slots(gradients=1), "backward", "gradients"),
     "ids are sent for the batch after next before their slot is free": (
-        changed(send_ids=on("host")),
+        changed(prepare=on("host"), send_ids=on("host")),
         "send_ids",
         "ids",
     ),

@@ -46,14 +46,16 @@ class Compute:
 
 def calibrated(config: RunConfig, world: World) -> Compute:
     """Measure the model on the first rank, one step after another; all ranks are told."""
+    loader = Loader(config.data, seed=config.seed, rank=0, ranks=world.ranks)
+    batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.leads else []
+    model, took = model_of(config, items=loader.known.rows), []
+    for _ in range(_REPEATS):
+        took.append(alone(config, world, model, batches))
+        world.transport.total(0, name="calibration")  # so that others, who wait, know that it goes on
     constants = torch.zeros(5, dtype=torch.float64)
     if world.leads:
-        loader = Loader(config.data, seed=config.seed, rank=0, ranks=world.ranks)
-        batches = list(itertools.islice(loader, _CALIBRATION_STEPS))
-        model = model_of(config, items=loader.known.rows)
-        took = np.min([alone(config, world, model, batches) for _ in range(_REPEATS)], axis=0)
         products = Products()
-        for batch, seconds in zip(batches, took, strict=True):
+        for batch, seconds in zip(batches, np.min(took, axis=0), strict=True):
             tokens, pairs = sizes(batch.history.lengths.numpy())
             products.add([[1.0, len(batch), tokens.sum(), pairs.sum()]], [seconds])
         found = fit(products)

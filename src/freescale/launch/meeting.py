@@ -26,6 +26,7 @@ import torch.distributed as dist
 from freescale.errors import TransportError, UsageError, reason
 from freescale.launch.decide import Verdict
 from freescale.launch.hosts import Hosts
+from freescale.transport.world import name_in_store
 
 SILENT_SECONDS = 15.0
 """After which an agent or the store that gave no sign is taken to be lost."""
@@ -89,7 +90,8 @@ class Meeting:
             time.sleep(0.05)
 
     def open(self, generation: int, first: Mapping[int, int], ranks: int) -> None:
-        """Begin a generation: the first rank of each agent."""
+        """Begin a generation: the first rank of each agent. What was said in earlier ones is forgotten."""
+        self._forget(generation - 2)  # of the one before, somebody may still read how it ended
         self._set(f"{generation}/ranks", {"first": {str(a): rank for a, rank in first.items()}, "ranks": ranks})
 
     def opened(self, generation: int) -> tuple[dict[int, int], int] | None:
@@ -133,6 +135,12 @@ class Meeting:
                     if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == own:
                         return name
         return ""
+
+    def _forget(self, generation: int) -> None:
+        """Drop what agents and ranks left in the store, which would grow with every start."""
+        for key in self._store.list_keys():
+            if key.lstrip("/").startswith((f"{generation}/", f"{name_in_store(generation)}/")):
+                self._store.delete_key(key)
 
     def _set(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

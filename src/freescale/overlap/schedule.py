@@ -135,7 +135,7 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
             "update_deferred", "deferred", "optimizer", ("send_deferred_gradients",), writes=("deferred",), uses=ids
         ),
     )
-    prepare = Operation("prepare", "host", "host", batch=1)
+    prepare = Operation("prepare", "deferred", "host", batch=1)
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     operations = (prepare, *agree, *of_next, *compute, *shared, *others, dense)
     return Schedule(operations, {"ids": 3, "split": 2, "rows": 2, "gradients": 2})

@@ -17,7 +17,7 @@ from freescale.bubbles.records import Interval
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.books import Books, Sent
 from freescale.simulate.network import Flow, Network
-from freescale.simulate.operations import BALANCE, READ, Operations, Task
+from freescale.simulate.operations import BALANCE, READ, Operations, Task, begun
 from freescale.simulate.workload import Load
 
 Key = tuple[str, int]
@@ -53,7 +53,7 @@ class Engine:
         self._rng = operations.rng
         self._brings = BALANCE if balanced else (READ,)
         """What brings a batch."""
-        self._schedule = schedule.operations
+        self._schedule = begun(schedule)
         self._step_thread = "compute" if cluster.asynchronous else "main"
         """The one whose time is shared out."""
         self._network, self._books = Network(), Books(self._ranks)
@@ -218,6 +218,8 @@ class Engine:
         """What must have ended: what the schedule says, and what it need not say."""
         found = [key for key in _needed(ordered.operation, ordered.step) if 0 <= key[1] < len(self._loads)]
         if ordered.operation.name == "prepare":
+            found.append(("begin", ordered.number))
+        if ordered.operation.name == "begin":
             found.append((self._brings[-1].key, ordered.number))
             if ordered.number >= _AHEAD:
                 found.append((self._schedule[-1].key, ordered.number - _AHEAD))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from freescale.balance.place.placement import Floats
-from freescale.overlap.schedule import Operation
+from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.network import Demand, Topology
 from freescale.simulate.workload import Load, Model
@@ -26,6 +26,12 @@ BALANCE = (
     Operation("move_samples", "deferred", "samples", ("plan",), batch=2),
 )
 """And then dealt, in a thread of its own."""
+
+
+def begun(schedule: Schedule) -> tuple[Operation, ...]:
+    """A schedule behind what its host does between two steps, beginning with a look for the batch to prepare."""
+    ahead = next(operation.batch for operation in schedule.operations if operation.name == "prepare")
+    return Operation("begin", "host", "host", (("update_dense", -1 - ahead),), batch=ahead), *schedule.operations
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class Task(NamedTuple):
 _COMPUTED: dict[str, Callable[[Machine, Model, Load], Floats]] = {
     "read": lambda _, __, load: 0 * load.work,
     "plan": lambda _, __, load: load.planning + 0 * load.work,
-    "prepare": lambda m, model, load: m.between + m.event * model.looked_up * load.events,
+    "begin": lambda m, _, load: m.between + 0 * load.work,
+    "prepare": lambda m, model, load: m.event * model.looked_up * load.events,
     "split": lambda m, _, load: m.event * load.rows,
     "look_up": lambda m, _, load: m.row * load.rows,
     "look_up_exclusive": lambda m, _, load: m.row * (load.rows - load.shared),

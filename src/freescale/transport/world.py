@@ -47,6 +47,11 @@ def generation() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def name_in_store(generation: int) -> str:
+    """Under which ranks of a generation leave what they tell each other."""
+    return f"freescale/{generation}"
+
+
 def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> World:
     """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
 
@@ -169,4 +174,4 @@ def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
         what = f"rank {rank} of {ranks} cannot meet the others at {host}:{port}"
         remedy = "see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port"
         raise TransportError(what, where=reason(error), remedy=remedy) from error
-    return dist.PrefixStore(f"freescale/{generation()}", store)
+    return dist.PrefixStore(name_in_store(generation()), store)
