@@ -10,6 +10,8 @@ KuaiRand's, 32 times shorter, and `heavy`. A page of each is written beside the 
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from record import save
 
 PRESETS: dict[synthetic.Preset, tuple[int, int]] = {"heavy": (4, 256), "kuairand": (32, 64)}
 """How many times shorter histories are made, and samples of a rank."""
+EXACT_ITEMS, EXACT_SAMPLES = 20_000, 16
+"""Where all ways are trained in earnest and their losses compared."""
 
 
 def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) -> RunConfig:
@@ -40,9 +44,14 @@ def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) 
     return resolve("tiny", [word for name, value in fields.items() for word in (f"--{name}", str(value))])
 
 
-def measured(world: World, config: RunConfig, folder: Path, options: argparse.Namespace, timed: bool) -> Any:
+def compared(world: World, config: RunConfig, folder: Path, steps: int) -> Any:
+    return step.compared(config, world, folder, steps=steps)
+
+
+def measured(
+    world: World, config: RunConfig, folder: Path, exact: list[step.Exact], options: argparse.Namespace, timed: bool
+) -> Any:
     found = step.measure(config, world, folder, turns=options.turns, timed=timed, say=print)
-    exact = step.compared(config, world, folder, steps=options.exact_steps) if world.ranks == 2 and timed else []
     if not world.leads:
         return None
     figures = {"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]}
@@ -50,10 +59,30 @@ def measured(world: World, config: RunConfig, folder: Path, options: argparse.Na
     return figures | {"calibration": calibration}, page.document(found, exact)
 
 
+def of_preset(
+    preset: synthetic.Preset, options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Figures of one lane after another, and the page of each."""
+    shorter, samples = PRESETS[preset]
+    synthetic.write(folder / "small", preset, users=500, catalogue=EXACT_ITEMS, shorter=shorter)
+    small = settings(options, folder / "small", EXACT_SAMPLES, 2)
+    exact = on_ranks(compared, 2, small, folder / "exact", options.exact_steps)
+    synthetic.write(folder / "data", preset, users=20_000, catalogue=options.items, shorter=shorter)
+    lanes = [(ranks, "timed") for ranks in options.ranks] + ([(2, "real")] if options.real else [])
+    for ranks, lane in lanes:
+        config = settings(options, folder / "data", options.samples or samples, ranks)
+        words = config, folder / f"{ranks}-{lane}", exact, options, lane == "timed"
+        with lab(ranks) if lane == "timed" else nullcontext() as hosts:
+            if hosts is not None:
+                hosts.shape(options.mbit)
+            figures, drawn = on_ranks(measured, ranks, *words, lab=hosts)
+        yield {"preset": preset, "ranks": ranks, "compute": lane} | figures, drawn
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="on the timed lane")
     parser.add_argument("--mbit", type=float, default=400, help="of the links between the hosts")
     parser.add_argument("--items", type=int, default=4_370_000, help="of the catalogue: as many as KuaiRand-1K's")
     parser.add_argument("--samples", type=int, help="of a rank")
@@ -62,33 +91,20 @@ def main() -> None:
     parser.add_argument("--negatives", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--exact-steps", type=int, default=3)
+    parser.add_argument("--exact-steps", type=int, default=8)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for preset in options.presets:
-            data, (shorter, samples) = Path(folder) / preset, PRESETS[preset]
-            synthetic.write(data, preset, users=20_000, catalogue=options.items, shorter=shorter)
-            lanes = [(ranks, True) for ranks in options.ranks] + ([(2, False)] if options.real else [])
-            for ranks, timed in lanes:
-                place = Path(folder) / f"{preset}-{ranks}-{timed}"
-                words = settings(options, data, options.samples or samples, ranks), place, options, timed
-                if timed:
-                    with lab(ranks) as hosts:
-                        hosts.shape(options.mbit)
-                        figures, drawn = on_ranks(measured, ranks, *words, lab=hosts)
-                else:
-                    figures, drawn = on_ranks(measured, ranks, *words)
-                what = {"preset": preset, "ranks": ranks, "compute": "timed" if timed else "real"}
-                results.append(what | figures)
-                print(json.dumps(results[-1]), flush=True)
-                if options.out:
-                    options.out.with_name(f"step-{preset}-{ranks}-{what['compute']}.html").write_text(drawn)
+    for preset in options.presets:
+        with tempfile.TemporaryDirectory() as folder:
+            for result, drawn in of_preset(preset, options, Path(folder)):
+                results.append(result)
+                print(json.dumps(result), flush=True)
                 save(options.out, results)  # as soon as there are some
+                if options.out:
+                    name = f"step-{preset}-{result['ranks']}-{result['compute']}.html"
+                    options.out.with_name(name).write_text(drawn)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the floor under every comparison.
 """
 
 import itertools
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -157,6 +158,8 @@ def trained(way: str, config: RunConfig, world: World, folder: Path, model: Mode
     trainer = build(with_techniques(config, OURS[way]), world, folder, model=model, quiet=True)
     trainer.fit()
     trainer.close()
+    if world.leads:
+        shutil.rmtree(folder / "checkpoints")  # of a model that nobody asked for
     return [entry["loss"] for entry in entries(folder) if entry["kind"] == "train"] if world.leads else []
 
 
