@@ -5,6 +5,7 @@ step takes beyond compute alone is its bubble. TorchRec's plain loop runs twice 
 the floor under every comparison.
 """
 
+import gc
 import itertools
 import shutil
 import statistics
@@ -153,6 +154,7 @@ def measure(
 
 def trained(way: str, config: RunConfig, world: World, folder: Path, model: Model) -> list[float]:
     """Train one way and give the losses of its steps, which only the first rank knows of ours."""
+    gc.collect()  # what another way trained refers to itself in circles, and its tables take room
     if way not in OURS:
         return torchrec.train(config, world, folder, model, pipelined=way == SPARSE_DIST)
     trainer = build(with_techniques(config, OURS[way]), world, folder, model=model, quiet=True)
