@@ -13,10 +13,12 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     endless = ["--train.epochs", "1000000", "--train.max-steps", "10000000", "--restarts", "100000"]
     words = [*RECIPE, *endless, "--data", str(data), "--nproc", "2", "--train.save-every", "40"]
     run = Run(folder / "run", words)
-    random, seen = np.random.default_rng(0), []
+    random, seen, files = np.random.default_rng(0), [], []
     run.wait_for(1)
     hit = time.monotonic()
     until = hit + 60 * minutes
@@ -117,9 +119,9 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
         begun = run.said.count("recovered in")
         time.sleep(min(every, SAMPLE_AT_SECONDS))
         ranks = run.ranks()
-        files = sum(len(names) for _, _, names in os.walk(folder / "run"))
+        files.append(files_of(folder / "run"))
         held = zip(WATCHED, (run.agent, parent(ranks[0]), ranks[0]), strict=True)
-        seen.append({**{who: usage(process) for who, process in held}, "files": files})
+        seen.append({**{who: usage(process) for who, process in held}, "files": files[-1].total()})
         print(json.dumps(seen[-1]), flush=True)
         time.sleep(max(0.0, hit + every - time.monotonic()))
         hit = time.monotonic()
@@ -133,7 +135,14 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
     first, last = seen[0], seen[-1]
     grown = {f"{who} {what}": [first[who][what], last[who][what]] for who in WATCHED for what in first[who]}
     grown["files"] = [first["files"], last["files"]]
-    return {"minutes": minutes, "exit_code": code, "faults": len(seen), "first_and_last": grown, "seen": seen}
+    figures = {"minutes": minutes, "exit_code": code, "faults": len(seen), "first_and_last": grown}
+    return figures | {"new_files": files[-1] - files[0], "seen": seen}
+
+
+def files_of(folder: Path) -> Counter[str]:
+    """All files below, by name: those of a checkpoint have one name whatever its step."""
+    found = [os.path.relpath(Path(where) / name, folder) for where, _, names in os.walk(folder) for name in names]
+    return Counter(re.sub(r"step-\d+", "step-N", name) for name in found)
 
 
 def parent(pid: int) -> int:

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--negatives", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--exact-steps", type=int, default=8)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
