@@ -31,6 +31,7 @@ from freescale.data.loader import Loader
 from freescale.embedding.fused import Collection, collection_of, planned
 from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
+from freescale.embedding.unique import deduplicate
 from freescale.models.protocol import Model, Rows
 from freescale.train.build import optimizer_of
 from freescale.transport.world import World
@@ -44,6 +45,8 @@ class Prepared(Pipelineable):
 
     inputs: Any
     ids: KeyedJaggedTensor
+    places: dict[str, Tensor]
+    """Of every id, where its row lies among those that TorchRec brings for each: the first one, for models compare."""
     scale: float
     """Of the sum of losses, so that the mean of all ranks' gradients is that of the mean loss."""
 
@@ -66,13 +69,10 @@ class Head(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Any, found: dict[str, JaggedTensor], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Prepared, found: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
         """The loss, twice: TorchRec's pipeline trains on the first and gives out the second."""
-        rows = {
-            name: Rows(found[name].values(), torch.arange(ids.numel(), device=ids.device).view(ids.shape))
-            for name, ids in inputs.ids.items()
-        }
-        loss = self.model(inputs, rows) * scale
+        rows = {name: Rows(found[name].values(), places) for name, places in batch.places.items()}
+        loss = self.model(batch.inputs, rows) * batch.scale
         return loss, loss.detach()
 
 
@@ -85,7 +85,7 @@ class OverTorchRec(nn.Module):
 
     def forward(self, batch: Prepared) -> tuple[Tensor, Tensor]:
         """Rows, then all that follows."""
-        return self.head(batch.inputs, self.rows(batch.ids), batch.scale)
+        return self.head(batch, self.rows(batch.ids))
 
 
 def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipelined: bool) -> list[float]:
@@ -160,7 +160,16 @@ def _prepared(config: RunConfig, world: World, model: Model, counts: Sequence[in
         ids = {name: inputs.ids[name].flatten() for name in model.tables}
         lengths = torch.tensor([len(of_table) for of_table in ids.values()], device=world.device)
         features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths)
-        yield Prepared(inputs, features, world.ranks / max(1, count))
+        places = {name: _first_places(inputs.ids[name], rows) for name, (rows, _) in model.tables.items()}
+        yield Prepared(inputs, features, places, world.ranks / max(1, count))
+
+
+def _first_places(ids: Tensor, rows: int) -> Tensor:
+    """Of every id, where it stands for the first time."""
+    unique, index = deduplicate(ids.flatten(), rows=rows)
+    first = index.new_full((len(unique),), len(index))
+    first.scatter_reduce_(0, index, torch.arange(len(index), device=ids.device), "amin")
+    return first[index].view(ids.shape)
 
 
 def _sharded(config: RunConfig, world: World, model: Model) -> DistributedModelParallel:
