@@ -58,6 +58,12 @@ def test_pictures_are_what_their_script_draws() -> None:
         assert f"({name}.svg)" in (script.parent / f"{name}.md").read_text()
 
 
+def test_the_picture_of_the_readme_is_what_the_kept_measurement_draws() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "before_after.py"))
+    assert (ROOT / "docs" / "before-after.svg").read_text() == script["picture"](script["kept"]())
+    assert "(docs/before-after.svg)" in (ROOT / "README.md").read_text()
+
+
 def test_the_commands_page_is_what_the_commands_say() -> None:
     script = ROOT / "docs" / "reference" / "commands.py"
     asked = f"import runpy; print(runpy.run_path({str(script)!r})['page'](), end='')"
