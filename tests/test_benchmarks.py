@@ -253,7 +253,7 @@ def test_every_kind_of_file_is_fuzzed(tmp_path: Path) -> None:
 def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     options = ["--presets", "heavy", "--ranks", "2", "--steps", "8", "--turns", "1", "--exact-steps", "2", "--no-real"]
-    options += ["--samples", "16", "--dim", "128", "--layers", "2", "--mbit", "200", "--out", out]
+    options += ["--samples", "16", "--items", "100000", "--dim", "128", "--layers", "2", "--mbit", "200", "--out", out]
     subprocess.run([sys.executable, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     causes = {one["way"]: one["causes_ms"] for one in result["ways"] if "causes_ms" in one}
