@@ -7,7 +7,7 @@ from torch import Tensor
 
 from freescale.config import RunConfig
 from freescale.embedding.exchange import Exchange, Route
-from freescale.embedding.plain import PlainShard
+from freescale.embedding.plain import PlainShard, plain_shard
 from freescale.embedding.shard import Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
@@ -52,14 +52,19 @@ class ShardedTables:
 def shard_tables(
     tables: Sequence[Table], config: RunConfig, world: World, transport: Transport, dtype: torch.dtype
 ) -> ShardedTables:
-    """Build the own rows and fill them: in FBGEMM, or as plain torch where FBGEMM has no such precision."""
+    """Build the own rows and fill them: in FBGEMM, or as plain torch where FBGEMM has no such precision.
+
+    On a CPU, FBGEMM's rows are changed by torch too: the same arithmetic, in a seventh of the time.
+    """
     if dtype == torch.float32:
         from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
 
         shard: Shard = fused_shard(tables, config.tables, world.group, world.device)
+        if world.device.type == "cpu":
+            shard = PlainShard(shard.state(), config.tables)
     else:
         notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
-        shard = PlainShard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
+        shard = plain_shard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
     fill(tables, shard.state(), config, world)
     return ShardedTables(tables, shard, transport)
 
