@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.ma  # the first np.unique would import it, and planning would be timed with that
 
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import places
