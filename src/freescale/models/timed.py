@@ -6,7 +6,7 @@ their values are of no use: every gradient is zero.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,40 +28,42 @@ class _Lane:
     began: float = 0.0
     passed: int = 0
 
-    def wait(self) -> None:
-        self.began = self.began or time.monotonic()
+    def wait(self, since: float) -> None:
+        """Until a stage that began at some moment has had its time."""
+        self.began = self.began or since
         self.passed += 1
         time.sleep(max(0.0, self.began + self.seconds * self.passed / self.stages - time.monotonic()))
 
 
 class _Stage(torch.autograd.Function):
-    """Waits on the way forward and on the way back."""
+    """Waits on the way forward and on the way back. Room for gradients is made while it waits, not after."""
 
     @staticmethod
     def forward(*given: Any, **_: Any) -> Tensor:
-        ctx, value, ahead, ctx.back = given
-        ahead.wait()
-        return value.clone()
+        since = time.monotonic()
+        ctx, ahead, ctx.back, *ctx.taken = given
+        ahead.wait(since)
+        return ctx.taken[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.back.wait()
-        return gradients[0], None, None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        since = time.monotonic()
+        zeros = [torch.zeros_like(value) for value in ctx.taken]
+        ctx.back.wait(since)
+        return None, None, *zeros
 
 
-def waits(value: Tensor, parameters: Iterable[nn.Parameter], *, forward: float, backward: float) -> Tensor:
-    """A value, after so many seconds; its gradient takes so many on the way back.
+def waits(values: Sequence[Tensor], parameters: Iterable[nn.Parameter], *, forward: float, backward: float) -> Tensor:
+    """Zero, after so many seconds; gradients of the values, zero too, take so many on the way back.
 
-    Parameters take part stage by stage, so that their gradients, which are zero, come one by one.
+    Parameters take part stage by stage, so that their gradients come one by one.
     """
     ahead, back = _Lane(forward, _STAGES), _Lane(backward, _STAGES)
-    held = list(parameters)
+    held, taken = list(parameters), list(values)
     for stage in range(_STAGES):
-        taken = held[stage * len(held) // _STAGES : (stage + 1) * len(held) // _STAGES]
-        # Taken here, not before: what was computed last is what autograd goes back through first.
-        firsts = [parameter.flatten()[0] for parameter in taken]
-        value = _Stage.apply(value + 0.0 * sum(firsts), ahead, back)
-    return value
+        taken += held[stage * len(held) // _STAGES : (stage + 1) * len(held) // _STAGES]
+        taken = [_Stage.apply(ahead, back, *taken)]
+    return taken[0]
 
 
 class Timed(nn.Module):
@@ -80,5 +82,5 @@ class Timed(nn.Module):
     def forward(self, inputs: Inputs, rows: Mapping[str, Rows]) -> Tensor:
         """Nothing, after a while."""
         forward, backward = self._seconds(inputs)
-        total = 0.0 * torch.stack([found.values.sum() for found in rows.values()]).sum()
-        return waits(total, self.parameters(), forward=forward, backward=backward)
+        values = [found.values for found in rows.values()]
+        return waits(values, self.parameters(), forward=forward, backward=backward)
