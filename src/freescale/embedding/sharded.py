@@ -63,7 +63,7 @@ def shard_tables(
         if world.device.type == "cpu":
             shard = PlainShard(shard.state(), config.tables)
     else:
-        notice(f"tables are plain torch and slow: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
+        notice(f"tables are plain torch: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
         shard = plain_shard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
     fill(tables, shard.state(), config, world)
     return ShardedTables(tables, shard, transport)
