@@ -88,7 +88,7 @@ def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
         inputs = model.prepare(batches[step % len(batches)])
         rows = {name: Rows(values.requires_grad_(), inputs.ids[name]) for name, values in tables.items()}
         loss = model(inputs, rows) / inputs.count
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         parameters, names = list(model.parameters()), list(tables)
         gradients = torch.autograd.grad(loss, [*parameters, *tables.values()])
         with torch.no_grad():

@@ -68,6 +68,39 @@ def test_strictly_serial_means_one_thing_at_a_time_and_overlapped_does_not() -> 
         assert one_by_one == strictly_serial
 
 
+@pytest.mark.parametrize("split_in_time", [True, False])
+def test_what_is_hastened_begins_before_its_turn_unless_more_is_missing_and_is_done_once(split_in_time: bool) -> None:
+    events: list[tuple[str, int, str]] = []
+    is_split, computed = threading.Event(), threading.Event()
+
+    def do(operation: Operation, batch: int) -> Callable[[], None] | None:
+        if operation.name == "send_split":
+            computed.wait(0.0 if split_in_time else 5.0)
+        events.append((operation.name, batch, "begins"))
+        if operation.name == "send_split":
+            is_split.set()
+        if operation.name == "backward":
+            is_split.wait(5.0 if split_in_time else 0.0)
+            time.sleep(0.01)  # until it is known to have ended
+            executor.hasten("send_urgent_gradients")
+            events.append((operation.name, batch, "ends"))
+            computed.set()
+        return (lambda: None) if operation.name == "send_urgent_gradients" else None
+
+    executor: Executor[int] = Executor(overlapped(), do, nothing)
+    executor.run(0)
+    is_split.clear()
+    computed.clear()
+    executor.run(1, 2)
+    executor.settle()
+    executor.close()
+    place = {event: at for at, event in enumerate(events)}
+    assert len(place) == len(events)
+    urgent, done = place["send_urgent_gradients", 1, "begins"], place["backward", 1, "ends"]
+    assert (urgent < done) == split_in_time
+    assert place["send_split", 2, "begins"] < urgent < place["update_urgent", 1, "begins"]
+
+
 def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
     def do(operation: Operation, batch: int) -> None:
         if (operation.name, batch) == ("send_ids", 3):

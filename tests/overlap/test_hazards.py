@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
         "split",
     ),
     "one slot for rows": (with_slots(rows=1), "send_exclusive_rows", "rows"),
-    "two slots for ids": (with_slots(ids=2), "send_ids", "ids"),
+    "one slot for ids": (with_slots(ids=1), "send_ids", "ids"),
     "one slot for gradients": (with_slots(gradients=1), "backward", "gradients"),
     "ids are sent for the batch after next before their slot is free": (
         changed(prepare=on("host"), send_ids=on("host")),
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
         "gradients",
     ),
     "deferred gradients are sent before they are there": (
-        changed(send_deferred_gradients=without("backward")),
+        changed(send_deferred_gradients=without("backward", ("send_collision_rows", 1))),
         "send_deferred_gradients",
         "gradients",
     ),

@@ -1,15 +1,21 @@
-"""Promise: gradients of the dense part travel behind the backward pass, all but the last of them."""
+"""Promise: gradients of the dense part travel behind the backward pass, and urgent ones of rows beside the last."""
+
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from freescale.bubbles.recorder import Recorder
-from freescale.models.timed import waits
-from freescale.train.network import Network, data_parallel
+from freescale.bubbles.records import read_samples
+from freescale.data.loader import Loader
+from freescale.models.timed import Timed, waits
+from freescale.train.build import build, model_of
+from freescale.train.network import Network, backward, data_parallel
 from tests.ranks import Ranks, World
-from tests.training import joined
+from tests.training import joined, small
 
-LAYERS, BACKWARD = 20, 0.2
+LAYERS, BACKWARD, LATE = 20, 0.2, 0.2
 
 
 class Layers(nn.Module):
@@ -42,3 +48,42 @@ def test_gradients_leave_when_they_are_there(groups: dict[int, Ranks]) -> None:
         assert whole == 4 * LAYERS * (256 * 256 + 256)
         assert max(size for size, _ in buckets) < whole / 8
         assert sum(size for size, when in buckets if when < 0.9) > 0.7 * whole
+
+
+def computed_before_the_end(world: World) -> float:
+    """How long before the backward pass ends its gradients are there, if rank 1 is late."""
+    parallel = data_parallel(Network(Layers(), None), joined(world))  # type: ignore[arg-type]
+    loss, when = parallel(torch.ones(1, requires_grad=True), {}, {}), []
+    time.sleep(LATE * world.rank)
+    backward(loss, lambda: when.append(time.monotonic()))
+    (one,) = when
+    return time.monotonic() - one
+
+
+def test_what_follows_own_gradients_does_not_wait_for_those_of_others(groups: dict[int, Ranks]) -> None:
+    early, late = groups[2].run(computed_before_the_end)
+    assert early > LATE / 2 > late
+
+
+def train(world: World, log: Path, folder: Path) -> None:
+    """Some steps on the timed lane, in which rank 1 is late."""
+    config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
+    model = model_of(config, items=Loader(config.data, seed=0).known.rows)
+    lane = Timed(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
+    trainer = build(config, joined(world), folder, model=lane)
+    trainer.fit()
+    trainer.close()
+
+
+def test_urgent_gradients_of_rows_set_out_before_dense_ones_are_added_up(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    groups[2].run(train, log, tmp_path)
+    first = [ranks[0].step.transfers for ranks in read_samples(tmp_path).values()]
+    ahead = []
+    for transfers in first:
+        rows = [one.arrived for one in transfers if one.kind == "row gradients" and not one.alone]
+        dense = [one.done for one in transfers if one.kind == "dense gradients"]
+        ahead += [(max(dense) - begin) / 1e9 for begin in rows]
+    assert len(ahead) >= 4
+    assert min(ahead) > LATE / 2

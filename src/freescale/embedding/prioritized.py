@@ -49,6 +49,8 @@ class Journey:
     """Of own rows, from all ranks."""
     put_off: dict[str, Tensor] = field(default_factory=dict)
     """The same, of those that came behind the next step."""
+    void: bool = False
+    """Whether its gradients must change nothing, wherever they are by now: the same on all ranks."""
 
     @property
     def row_gradients(self) -> dict[str, Tensor]:
@@ -82,7 +84,7 @@ class RowOperations:
 
     def update_rows(self, journey: Journey, _: str) -> None:
         """Change the own rows, each once."""
-        self._tables.update(given(journey.route), _taken(journey.gradients), lr=journey.lr)
+        self._update(journey, given(journey.route), journey.gradients)
 
     def split(self, journey: Journey, _: str) -> None:
         """Find which own rows this batch and the one before have in common. The first one of a run has none before."""
@@ -120,16 +122,18 @@ class RowOperations:
         coming = self._tables.exchanges[lane].send_rows(arrives.shared, _taken(journey.collided))
         return lambda: _put(given(journey.rows), coming.wait(), arrives.mask)
 
-    def send_urgent_gradients(self, journey: Journey, lane: str) -> None:
-        """Send the gradients of rows that the next batch reads."""
-        if journey.leaves is not None:
-            some = {name: values[journey.leaves.mask[name]] for name, values in journey.row_gradients.items()}
-            journey.gradients = self._tables.exchanges[lane].send_gradients(journey.leaves.shared, some).wait()
+    def send_urgent_gradients(self, journey: Journey, lane: str) -> Callable[[], None] | None:
+        """Begin to send the gradients of rows that the next batch reads."""
+        if journey.leaves is None:
+            return None
+        some = {name: values[journey.leaves.mask[name]] for name, values in journey.row_gradients.items()}
+        coming = self._tables.exchanges[lane].send_gradients(journey.leaves.shared, some)
+        return lambda: journey.gradients.update(coming.wait())
 
     def update_urgent(self, journey: Journey, _: str) -> None:
         """Change those rows."""
         if journey.leaves is not None:
-            self._tables.update(journey.leaves.shared, _taken(journey.gradients), lr=journey.lr)
+            self._update(journey, journey.leaves.shared, journey.gradients)
 
     def send_deferred_gradients(self, journey: Journey, lane: str) -> None:
         """Send all other gradients, behind the next step."""
@@ -143,7 +147,12 @@ class RowOperations:
     def update_deferred(self, journey: Journey, _: str) -> None:
         """Change the rows that were put off, with the learning rate of their own step."""
         route = given(journey.route) if journey.leaves is None else journey.leaves.others
-        self._tables.update(route, _taken(journey.put_off), lr=journey.lr)
+        self._update(journey, route, journey.put_off)
+
+    def _update(self, journey: Journey, route: Route, gradients: dict[str, Tensor]) -> None:
+        found = _taken(gradients)
+        if not journey.void:
+            self._tables.update(route, found, lr=journey.lr)
 
 
 class Held(NamedTuple):

@@ -52,6 +52,7 @@ class Executor(Generic[F]):
         self._operation = {operation.key: operation for operation in schedule.operations}
         self._deferred: dict[tuple[str, int], tuple[Future[Take], F]] = {}
         self._begun: dict[tuple[str, int], Rest] = {}
+        self._hastened: set[str] = set()
         self._batches: dict[int, F] = {}
         self._number = 0
 
@@ -79,6 +80,19 @@ class Executor(Generic[F]):
         self._number += 1
         self._finish([known for known, (future, _) in self._deferred.items() if future.done()])
 
+    def hasten(self, key: str) -> None:
+        """Begin an operation on the batch that is computed before its turn, if nothing else has to be waited for.
+
+        Called by the operation that it waits for, once that has left all that it needs.
+        """
+        operation = self._operation.get(key)
+        if operation is None or not self.overlaps:
+            return
+        needed = [self._deferred.get((needs, self._number + batch)) for needs, batch in operation.needs()]
+        if all(one is None or one[0].done() for one in needed):
+            self._issue(operation, self._number, self._number)
+            self._hastened.add(key)
+
     def settle(self) -> None:
         """Wait for everything that was issued. Of the last step's batch nothing is left to do then."""
         self._finish([*self._deferred, *self._begun])
@@ -96,7 +110,9 @@ class Executor(Generic[F]):
     def _issue_step(self, step: int) -> None:
         for operation in self._schedule.operations:
             number = step + operation.batch
-            if number in self._batches:
+            if operation.key in self._hastened:
+                self._hastened.remove(operation.key)
+            elif number in self._batches:
                 self._issue(operation, step, number)
 
     def _issue(self, operation: Operation, step: int, number: int) -> None:

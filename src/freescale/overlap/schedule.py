@@ -105,13 +105,15 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
 
     Rows of the next batch that this one does not touch are read and sent while this one is computed, once the rows that
     the batch before left for later have been changed. Gradients of rows that the next batch reads go first; the others
-    follow behind the next step. `agrees`: as in `serial`.
+    follow behind the next step, and nothing is cut out or copied for them while somebody waits for shared rows.
+    `agrees`: as in `serial`.
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
     others_changed: tuple[After, ...] = ("send_split", ("update_deferred", -2))
     shared_changed: tuple[After, ...] = ("send_split", ("update_urgent", -1))
+    nobody_waits: tuple[After, ...] = (last, ("send_collision_rows", 1))
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=ids),
@@ -130,15 +132,15 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
         Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
     )
     others = (
-        Operation("send_deferred_gradients", "deferred", "row gradients", (last,), uses=gradients),
+        Operation("send_deferred_gradients", "deferred", "row gradients", nobody_waits, uses=gradients),
         Operation(
             "update_deferred", "deferred", "optimizer", ("send_deferred_gradients",), writes=("deferred",), uses=ids
         ),
     )
     prepare = Operation("prepare", "deferred", "host", batch=1)
     dense = Operation("update_dense", "compute", "optimizer", (last,))
-    operations = (prepare, *agree, *of_next, *compute, *shared, *others, dense)
-    return Schedule(operations, {"ids": 3, "split": 2, "rows": 2, "gradients": 2})
+    operations = (prepare, *agree, *of_next, *compute, *shared, dense, *others)
+    return Schedule(operations, {"ids": 2, "split": 2, "rows": 2, "gradients": 2})
 
 
 def _compute(micro_batches: int, ready: tuple[After, ...]) -> list[Operation]:

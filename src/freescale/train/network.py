@@ -1,6 +1,6 @@
 """The dense part of a run: the model and its replicated tables, with gradients added up over the ranks by DDP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,18 @@ def data_parallel(network: Network, world: World, recorder: Recorder | None = No
     )
     parallel.register_comm_hook(world.transport, _add_up if recorder is None else watched(_add_up, recorder))
     return parallel
+
+
+def backward(loss: Tensor, computed: Callable[[], None]) -> None:
+    """The last backward pass of a batch. `computed` is called when all gradients of this rank are there.
+
+    That is before DDP waits until those of the dense part are added up; whatever it begins goes on beside that.
+    """
+    # Callbacks are called when the graph is done, in the order in which they were queued: DDP's own end comes later.
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    hook = loss.register_hook(lambda _: queue(computed))
+    loss.backward()
+    hook.remove()  # or a loss whose batch is known to `computed` would hold itself
 
 
 def _add_up(transport: C10d, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -21,7 +21,7 @@ from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.lanes import Lanes
-from freescale.train.network import Network
+from freescale.train.network import Network, backward
 from freescale.train.numbers import Judge, are_finite, culprits
 from freescale.transport.choose import Chosen
 from freescale.transport.world import World
@@ -56,6 +56,8 @@ class Flight:
     """This rank's share of the mean loss, by micro-batch."""
     norm: Tensor | None = None
     """Of the dense gradient, the same on all ranks."""
+    sound: bool = True
+    """Whether the losses of this rank and its gradients of rows are numbers."""
     fault: str = ""
     """What is wrong with the numbers of this step, if anything: the same on all ranks. Then it changes nothing."""
     lacking: bool = False
@@ -150,10 +152,13 @@ class Step:
 
     def backward(self, flight: Flight, operation: Operation) -> None:
         """Gradients of rows and of the dense part; DDP adds the latter up over all ranks meanwhile."""
+        loss = flight.losses[operation.part]
         with self._syncs(operation.part), self._world.transport.named("dense gradients"):
-            flight.losses[operation.part].backward()
-        if operation.part == self._config.micro_batches - 1:
-            self._judge(flight)
+            if operation.part < self._config.micro_batches - 1:
+                loss.backward()
+                return
+            backward(loss, lambda: self._computed(flight))
+        self._judge(flight)
 
     def update_dense(self, flight: Flight, _: Operation) -> None:
         """Change the dense part, the same on every rank."""
@@ -165,19 +170,25 @@ class Step:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def _computed(self, flight: Flight) -> None:
+        """See that gradients of rows can be sent, and let the urgent ones set out. On a GPU the host waits here."""
+        moved = flight.journey.rows or {}
+        of_rows = [values.grad for values in moved.values() if values.grad is not None]
+        flight.sound = are_finite([*of_rows, *(loss.detach() for loss in flight.losses)])
+        if not flight.sound:
+            for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
+                gradient.zero_()
+        self._lanes.executor.hasten("send_urgent_gradients")
+
     def _judge(self, flight: Flight) -> None:
-        """See that gradients can be used, before anything is changed by them. On a GPU the host waits here for them."""
+        """See that the gradient can be used, before anything is changed by it."""
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
         flight.norm = torch.nn.utils.get_total_norm(gradients)
         flight.fault = self.judge.fault(float(flight.norm))
-        moved = flight.journey.rows or {}
-        of_rows = [values.grad for values in moved.values() if values.grad is not None]
-        sound = are_finite([*of_rows, *(loss.detach() for loss in flight.losses)])
-        if flight.fault or not sound:
+        flight.journey.void = bool(flight.fault)
+        if flight.fault or not flight.sound:
             self.culprits += culprits(self._network, flight.batch.to(self._world.device), flight.journey.rows)
             self.lacking = self.lacking or not flight.fault
-            for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
-                gradient.zero_()
 
     def _syncs(self, part: int) -> contextlib.AbstractContextManager[None]:
         """Gradients of micro-batches gather here; only the last one has them added up over the ranks."""
