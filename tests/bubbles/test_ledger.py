@@ -23,7 +23,7 @@ def rank_steps(draw: st.DrawFn, rank: int) -> RankStep:
         low, high = sorted((draw(TIMES), draw(TIMES)))
         return low, high
 
-    kinds = draw(st.lists(st.sampled_from([*COMPUTE, "data", "host"]), max_size=8))
+    kinds = draw(st.lists(st.sampled_from([*COMPUTE, *TRAFFIC, "data", "host"]), max_size=8))
     spans = tuple(Span(kind, *pair()) for kind in kinds)
     transfers = []
     for number, kind in enumerate(draw(st.lists(st.sampled_from(TRAFFIC), max_size=5))):
@@ -98,3 +98,11 @@ def test_a_wait_inside_the_backward_pass_is_not_compute() -> None:
     (ledger,) = ledgers([RankStep(0, 0, 0, 80 * MS, spans, (reduced,))])
     assert ms(ledger) == {"backward": 45, "dense gradients": 5, "data": 10, "idle": 20}
     assert ledger.hidden[TRAFFIC.index("dense gradients")] == 30 * MS
+
+
+def test_a_wait_inside_the_backward_pass_is_of_what_is_under_way_meanwhile() -> None:
+    spans = (Span("backward", 0, 60 * MS), Span("dense gradients", 30 * MS, 50 * MS))
+    rows = Transfer("row gradients", "rows", 25 * MS, 45 * MS)
+    (ledger,) = ledgers([RankStep(0, 0, 0, 60 * MS, spans, (rows,))])
+    assert ms(ledger) == {"backward": 40, "row gradients": 15, "dense gradients": 5}
+    assert ledger.hidden[TRAFFIC.index("row gradients")] == 5 * MS

@@ -123,6 +123,8 @@ def _edges(step: RankStep, last: Mapping[str, int]) -> list[tuple[int, int, int]
 def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
     for span in step.spans:
         yield span.begin, span.end, _SPENT[span.kind]
+        if span.kind in _SENT:  # nothing but a wait is of such a kind
+            yield span.begin, span.end, _WAITING
     for transfer in step.transfers:
         kind, come, arrived, done = _SENT[transfer.kind], last[transfer.name], transfer.arrived, transfer.done
         yield arrived, done, _FLIGHT + kind

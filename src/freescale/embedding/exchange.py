@@ -137,12 +137,17 @@ def _not(masks: Masks) -> Masks:
 
 
 def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
-    """Lay the parts of each table end to end, rank by rank."""
+    """Lay the parts of each table end to end, rank by rank. A table that travels alone lies so already."""
+    if len(by_table) == 1:
+        return by_table[0]
     pieces = [part.split([c[i] for c in counts]) for i, part in enumerate(by_table)]
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
 def _by_table(by_rank: Tensor, counts: Counts) -> list[Tensor]:
     """The other way round."""
-    pieces, tables = by_rank.split([count for of_rank in counts for count in of_rank]), len(counts[0])
+    tables = len(counts[0])
+    if tables == 1:
+        return [by_rank]
+    pieces = by_rank.split([count for of_rank in counts for count in of_rank])
     return [torch.cat(pieces[i::tables]) for i in range(tables)]

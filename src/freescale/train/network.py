@@ -1,6 +1,7 @@
 """The dense part of a run: the model and its replicated tables, with gradients added up over the ranks by DDP."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -77,16 +78,18 @@ def data_parallel(network: Network, world: World, recorder: Recorder | None = No
     return parallel
 
 
-def backward(loss: Tensor, computed: Callable[[], None]) -> None:
+def backward(loss: Tensor, computed: Callable[[], AbstractContextManager[None]]) -> None:
     """The last backward pass of a batch. `computed` is called when all gradients of this rank are there.
 
-    That is before DDP waits until those of the dense part are added up; whatever it begins goes on beside that.
+    That is before DDP waits until those of the dense part are added up: whatever `computed` begins goes on beside that
+    wait, and what it gives surrounds it.
     """
     # Callbacks are called when the graph is done, in the order in which they were queued: DDP's own end comes later.
     queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-    hook = loss.register_hook(lambda _: queue(computed))
-    loss.backward()
-    hook.remove()  # or a loss whose batch is known to `computed` would hold itself
+    with ExitStack() as waiting:
+        hook = loss.register_hook(lambda _: queue(lambda: waiting.enter_context(computed())))
+        loss.backward()
+        hook.remove()  # or a loss whose batch is known to `computed` would hold itself
 
 
 def _add_up(transport: C10d, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

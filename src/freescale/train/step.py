@@ -85,7 +85,7 @@ class Step:
     ) -> None:
         self._parallel, self._optimizer, self._world, self._ways = parallel, optimizer, world, ways
         self._network: Network = parallel.module
-        self._config, self.judge = config, Judge(config.spike)
+        self._recorder, self._config, self.judge = recorder, config, Judge(config.spike)
         self.culprits: list[int] = []
         """Samples of this rank that gave what is not a number, until somebody has dealt with them."""
         self.lacking = False
@@ -170,8 +170,11 @@ class Step:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _computed(self, flight: Flight) -> None:
-        """See that gradients of rows can be sent, and let the urgent ones set out. On a GPU the host waits here."""
+    def _computed(self, flight: Flight) -> contextlib.AbstractContextManager[None]:
+        """See that gradients of rows can be sent, and let the urgent ones set out. On a GPU the host waits here.
+
+        Gives what the wait for the dense ones is recorded as.
+        """
         moved = flight.journey.rows or {}
         of_rows = [values.grad for values in moved.values() if values.grad is not None]
         flight.sound = are_finite([*of_rows, *(loss.detach() for loss in flight.losses)])
@@ -179,6 +182,7 @@ class Step:
             for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
                 gradient.zero_()
         self._lanes.executor.hasten("send_urgent_gradients")
+        return self._recorder.waiting("dense gradients")
 
     def _judge(self, flight: Flight) -> None:
         """See that the gradient can be used, before anything is changed by it."""
