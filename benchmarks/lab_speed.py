@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer
+from freescale.bubbles.events import COMPUTE, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.records import Sample
 from freescale.overlap.schedule import Schedule, serial
 from freescale.simulate.calibrate import busy, computes
@@ -106,7 +106,7 @@ def _took(of_ranks: Sequence[Transfer]) -> Floats:
 
 def _by_operation(step: RankStep, schedule: Schedule) -> dict[str, Span]:
     """The spans of a serial step: one for each operation, in order, behind what goes before the step."""
-    spans = step.spans[-len(schedule.operations) :]
+    spans = _of_operations(step, schedule)
     expected = [o.cause if o.cause in COMPUTE else "host" for o in schedule.operations]
     if [span.kind for span in spans] != expected:
         raise ValueError(f"step {step.step} was not done one thing after another")
@@ -129,5 +129,10 @@ def _sent(step: RankStep, *kinds: str) -> int:
 
 def _between(steps: Sequence[RankStep], schedule: Schedule) -> float:
     """Seconds of a step before its first operation."""
-    first = [step.spans[-len(schedule.operations)].begin - step.begin for step in steps]
+    first = [_of_operations(step, schedule)[0].begin - step.begin for step in steps]
     return statistics.median(first) / 1e9
+
+
+def _of_operations(step: RankStep, schedule: Schedule) -> list[Span]:
+    """Without waits inside of them."""
+    return [span for span in step.spans if span.kind not in TRAFFIC][-len(schedule.operations) :]

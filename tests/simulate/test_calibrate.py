@@ -26,6 +26,17 @@ def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
     assert found.error < 1e-9
 
 
+def test_a_wait_inside_the_backward_pass_is_no_compute() -> None:
+    def waiting(sample: Sample) -> Sample:
+        *before, backward = sample.step.spans
+        ends = backward.end + 15 * MS
+        spans = (*before, Span("dense gradients", backward.end, ends), backward._replace(end=ends))
+        return sample._replace(step=sample.step._replace(end=ends, spans=spans))
+
+    samples = {n: [step(n, 5.0, 10, 20)] for n in range(8)}
+    assert computes({n: [waiting(one)] for n, (one,) in samples.items()}) == computes(samples)
+
+
 def test_where_work_hardly_varies_it_explains_all_of_the_time() -> None:
     samples = {n: [step(n, 100.0 + n % 2, 30 - n % 2, 60)] for n in range(12)}
     assert computes(samples).step == 0.0

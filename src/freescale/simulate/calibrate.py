@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.bubbles.events import RankStep, Span, joined
+from freescale.bubbles.events import TRAFFIC, RankStep, Span, joined
 from freescale.bubbles.records import Sample
 from freescale.errors import DataError
 from freescale.simulate.operations import Machine
@@ -49,13 +49,15 @@ def computes(samples: Mapping[int, Sequence[Sample]]) -> Compute:
 
 
 def _passes(step: RankStep) -> tuple[float, float]:
-    """Seconds of both passes: a backward one and what comes right before it. Looking rows up is a forward span too."""
-    pairs = [(a, b) for a, b in itertools.pairwise(step.spans) if (a.kind, b.kind) == ("forward", "backward")]
+    """Seconds of both passes: a backward one and the forward span before it. Looking rows up is a forward span too."""
+    passes = [span for span in step.spans if span.kind in ("forward", "backward")]
+    pairs = [(a, b) for a, b in itertools.pairwise(passes) if (a.kind, b.kind) == ("forward", "backward")]
     return sum(busy(step, a) for a, _ in pairs), sum(busy(step, b) for _, b in pairs)
 
 
 def busy(step: RankStep, span: Span) -> float:
     """Seconds of a span without waits for transfers."""
-    waits = joined((b, e) for t in step.transfers for b, e in t.waits)
+    of_transfers = [wait for transfer in step.transfers for wait in transfer.waits]
+    waits = joined([*of_transfers, *((s.begin, s.end) for s in step.spans if s.kind in TRAFFIC)])
     waited = sum(max(0, min(end, span.end) - max(begin, span.begin)) for begin, end in waits)
     return (span.end - span.begin - waited) / 1e9
