@@ -2,7 +2,7 @@
 
 Real processes train over real links on the timed compute lane. What is planted is planted in every second step, so
 that each step with it has a neighbour without. A machine that others share may slow down in the middle of a run: what
-is put there must be found in one of three runs, and a ledger that is wrong is wrong in all of them.
+is put there must be found in one of a dozen runs, and a ledger that is wrong is wrong in all of them.
 """
 
 import contextlib

@@ -173,7 +173,8 @@ class Step:
     def _computed(self, flight: Flight) -> contextlib.AbstractContextManager[None]:
         """See that gradients of rows can be sent, and let the urgent ones set out. On a GPU the host waits here.
 
-        Gives what the wait for the dense ones is recorded as.
+        Gives what the wait that follows is recorded as: buckets of dense gradients record themselves, and then DDP
+        waits for its own word on which parameters were used.
         """
         moved = flight.journey.rows or {}
         of_rows = [values.grad for values in moved.values() if values.grad is not None]
@@ -182,7 +183,7 @@ class Step:
             for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
                 gradient.zero_()
         self._lanes.executor.hasten("send_urgent_gradients")
-        return self._recorder.waiting("dense gradients")
+        return self._recorder.waiting("other traffic")
 
     def _judge(self, flight: Flight) -> None:
         """See that the gradient can be used, before anything is changed by it."""
