@@ -166,7 +166,7 @@ def test_a_stall_of_the_data_is_found_on_every_rank_and_nothing_else(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_link_is_found_as_the_traffic_that_goes_over_it(tmp_path: Path, ranks: int) -> None:
-    write_dataset(tmp_path / "data", histories([10] * 400, items=1_500), rows_per_group=4, items=1_500)
+    write_dataset(tmp_path / "data", histories([10] * 400, items=5_000), rows_per_group=4, items=5_000)
     config = short(tmp_path / "data", model={"dim": 128, "layers": 1})
 
     def measure(attempt: int) -> list[str]:
@@ -178,9 +178,11 @@ def test_a_slow_link_is_found_as_the_traffic_that_goes_over_it(tmp_path: Path, r
         # A ring of ranks sends 2 (ranks - 1) / ranks of the gradients over each of its links; 1,448 bytes are 1,514 on
         # the wire. While the wire is busy, everything else that a transfer costs goes on behind it.
         expected = 1e3 * summed * 2 * (ranks - 1) / ranks * 1514 / 1448 * 8 / (MBIT * 1e6)
-        assert expected > 15.0
+        assert expected > 40.0
         more = grown(slow, than=fast)
-        more["dense gradients"] = causes_of(slow, odd=True)["dense gradients"]
+        # DDP's word on used parameters goes behind them and ends as much later as the gradients of the slowest rank.
+        behind, dense = more.pop("other traffic"), causes_of(slow, odd=True)["dense gradients"]
+        more["dense gradients"] = [sum(both) for both in zip(dense, behind, strict=True)]
         return missed(more, {"dense gradients": [expected] * ranks})
 
     assert missed_every_time(measure) == []
