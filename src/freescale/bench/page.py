@@ -49,10 +49,14 @@ def headline(found: Found) -> str:
     return (
         f"{found.ranks} ranks, {found.samples} samples a step, compute is {compute}. With everything a step takes "
         f"{best['step_over_compute']:.3f} of compute alone, and its bubble is "
-        f"{100 * best['fewer_bubbles_than_torchrec']:.1f}% smaller than that of TorchRec's plain loop, "
-        f"{100 * best['fewer_bubbles_than_sparse_dist']:.1f}% than that of SparseDist. "
+        f"{_smaller(best['fewer_bubbles_than_torchrec'])} than that of TorchRec's plain loop, "
+        f"{_smaller(best['fewer_bubbles_than_sparse_dist'])} than that of SparseDist. "
         f"The plain loop was {low:.3f} to {high:.3f} of itself."
     )
+
+
+def _smaller(share: float) -> str:
+    return f"{100 * abs(share):.1f}% {'smaller' if share >= 0 else 'larger'}"
 
 
 def document(found: Found, exact: Sequence[Exact]) -> str:

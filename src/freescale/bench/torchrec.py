@@ -6,6 +6,7 @@ TorchRec's own code: its transfers are only watched, so that their books can be 
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -176,7 +177,9 @@ def _sharded(config: RunConfig, world: World, model: Model) -> DistributedModelP
     """Planned and filled as the trainer's tables are."""
     tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
     whole = OverTorchRec(model, collection_of(tables))
-    parallel = planned(whole, tables, config.tables, world.group, world.device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # TorchRec's own call of DDP
+        parallel = planned(whole, tables, config.tables, world.group, world.device)
     (rows,) = [module for module in parallel.modules() if isinstance(module, ShardedEmbeddingCollection)]
     fill(tables, Collection(rows, {table.name: table.name for table in tables}).weights, config, world)
     return parallel

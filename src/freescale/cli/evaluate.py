@@ -38,6 +38,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         if saved.world.leads and options.json:
             print_json({"step": saved.step, **metrics})
         elif saved.world.leads:
-            say(f"step {saved.step}", *(f"{name:>16}  {value:,.4f}" for name, value in metrics.items()))
+            told = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for name, value in metrics.items()}
+            say(f"step {saved.step}", *(f"{name:>16}  {text}" for name, text in told.items()))
 
     return on_ranks(options, ["evaluate", *argv], work)

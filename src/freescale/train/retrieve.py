@@ -117,7 +117,7 @@ def retrieval_means(sums: Tensor) -> dict[str, float]:
     """Turn sums over all ranks into metrics by name."""
     count, *rest = sums.tolist()
     names = [*(f"hr@{cut}" for cut in CUTS), "ndcg@10", "mrr"]
-    return {name: value / max(count, 1.0) for name, value in zip(names, rest, strict=True)} | {"users": count}
+    return {name: value / max(count, 1.0) for name, value in zip(names, rest, strict=True)} | {"users": int(count)}
 
 
 def retrieval_sums_of(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
