@@ -1,15 +1,41 @@
 """What a run says aloud: plain lines on stderr, so that stdout stays for results.
 
-Everything that fell back, was skipped or was made up is said through `notice`, once per distinct text.
+Everything that fell back, was skipped or was made up is said through `notice`, once per distinct text. What all ranks
+have to say is said once where something listens to all of them (see `launch.voices`).
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
 
 _said: set[str] = set()
+_hear: Callable[[str], None] = _write
 
 
 def notice(text: str) -> None:
     """Say something that the user should know but did not ask for."""
     if text not in _said:
         _said.add(text)
-        sys.stderr.write(f"note: {text}\n")
+        say(f"note: {text}")
+
+
+def say(text: str) -> None:
+    """Say it to whoever listens."""
+    _hear(text)
+
+
+@contextmanager
+def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Let another than stderr hear what is said meanwhile."""
+    global _hear
+    before, _hear = _hear, listener
+    try:
+        yield
+    finally:
+        _hear = before

@@ -100,3 +100,10 @@ def test_ranks_that_are_started_again_are_there_at_once() -> None:
     begin = time.monotonic()
     assert codes(LocalRanks(["--version"], [{"RANK": str(rank)} for rank in range(4)])) == [0, 0, 0, 0]
     assert time.monotonic() - begin < 4, "four that import torch take longer"
+
+
+def test_what_every_rank_has_to_say_is_read_once(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
+    assert codes(ranks) == [2, 2, 2]
+    ranks.end()
+    assert capfd.readouterr().err.count("error: ") == 1

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from freescale.errors import FreeScaleError, UsageError, nearest
+from freescale.log import say
 
 
 class Command(NamedTuple):
@@ -48,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except FreeScaleError as error:
-        sys.stderr.write(f"{_red('error:')} {error}\n")
+        say(f"{_red('error:')} {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        say("interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output went away, which is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,6 @@ The agent that serves the store decides, for all.
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from freescale.errors import INTERRUPTED, TransportError, reason
 from freescale.launch.decide import Seen, Verdict, decide
 from freescale.launch.meeting import SILENT_SECONDS, Meeting
 from freescale.launch.ranks import LocalRanks
-from freescale.log import notice
+from freescale.log import notice, say
 
 _LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
@@ -187,8 +186,7 @@ class Agent:
         if self._local is not None:
             self._local.end()
         error = self._without_store(f"no answer for {SILENT_SECONDS:.0f} s")
-        sys.stderr.write(f"error: {error}\n")
-        sys.stderr.flush()
+        say(f"error: {error}")
         os._exit(error.exit_code)
 
     def _without_store(self, why: str) -> TransportError:

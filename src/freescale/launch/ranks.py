@@ -11,8 +11,13 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+
+from freescale.launch.voices import Voices, speaker
+from freescale.log import heard_by, say
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -22,9 +27,12 @@ class LocalRanks:
     """Runs `freescale WORDS` once per rank."""
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more)) for more in environments]
+        self._voices = Voices(len(environments))
+        rank = zip(environments, self._voices.mouths, strict=True)
+        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more, mouth)) for more, mouth in rank]
         for process in self._processes:
             process.start()
+        self._voices.begin()
 
     def codes(self) -> list[int | None]:
         """The exit code of each rank; None while it runs, below 0 the signal that ended it."""
@@ -42,6 +50,7 @@ class LocalRanks:
         self.signal(signal.SIGKILL)
         for process in self._processes:
             process.join()
+        self._voices.end()
 
 
 def prepare() -> None:
@@ -61,7 +70,7 @@ def _nothing() -> None:
     pass
 
 
-def _be_rank(words: Sequence[str], environment: Mapping[str, str]) -> None:
+def _be_rank(words: Sequence[str], environment: Mapping[str, str], mouth: Connection) -> None:
     """What a forked process does: `freescale WORDS`, as if it had been started with this environment."""
     from freescale.launch.nursery import HELD_BACK
 
@@ -72,7 +81,12 @@ def _be_rank(words: Sequence[str], environment: Mapping[str, str]) -> None:
     if agent is None or not agent.is_alive():
         sys.exit("the agent that started this rank is gone")
     sys.argv[1:] = words
-    runpy.run_module("freescale", run_name="__main__")
+    with heard_by(speaker(mouth)):
+        try:
+            runpy.run_module("freescale", run_name="__main__")
+        except Exception:
+            say(traceback.format_exc().rstrip())
+            sys.exit(1)
 
 
 def end_with_parent(name: str) -> None:

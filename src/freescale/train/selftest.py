@@ -4,8 +4,6 @@ Each check is a function whose docstring says what it proves. It gives why it is
 raises when what it promises does not hold. All ranks run all checks together.
 """
 
-import contextlib
-import io
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from torch import Tensor
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.data.sources import synthetic
 from freescale.errors import reason
+from freescale.log import heard_by
 from freescale.models.attention.measure import Problem, errors
 from freescale.transport.choose import WAYS, Ways
 from freescale.transport.world import World
@@ -154,13 +153,17 @@ class Selftest:
         """Dense weights and own rows after a few steps."""
         from freescale.train.build import build  # torchrec takes seconds to import
 
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-            trainer = build(config, self._world, Path(folder))
+        with tempfile.TemporaryDirectory() as folder, heard_by(_nobody):
+            trainer = build(config, self._world, Path(folder), quiet=True)
             trainer.fit()
             trainer.close()
             tables = trainer.parts.tables
             rows = {} if tables is None else tables.shard.state()
             return {name: value.clone() for name, value in (trainer.parts.network.state_dict() | rows).items()}
+
+
+def _nobody(_text: str) -> None:
+    """Hear what a training says that is only a check."""
 
 
 def _require(holds: bool, text: str) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
+from freescale.log import say
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import LOOK_SECONDS, Peers
 
@@ -138,8 +138,7 @@ def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event
     if ended.wait(LOOK_SECONDS / 2):  # it was about to fail by itself
         return
     error = peers.failure(operation, stuck)
-    sys.stderr.write(f"error: {error}\n")
-    sys.stderr.flush()
+    say(f"error: {error}")
     os._exit(error.exit_code)
 
 
