@@ -1,6 +1,6 @@
 """How fast, and in how much memory, does the loader stream? Against pyarrow alone scanning the same columns.
 
-    python benchmarks/streaming.py [--events 20000000] [--repeats 5] [--out FILE.json]
+    python benchmarks/streaming.py [--events 20000000] [--repeats 5] [--presets NAME ...] [--out FILE.json]
 
 Each measurement runs in a process of its own; ours and pyarrow's alternate. The ratio is of rows per second, ours over
 pyarrow's, beside the spread of pyarrow against itself. Memory is the largest resident size above that of a process that
@@ -22,6 +22,7 @@ from typing import Any
 import record
 
 COLUMNS = ["user_id", "item_id", "timestamp"]
+MEAN_LENGTH = {"kuairand": 9_300, "ml1m": 173, "heavy": 157}
 
 
 def scan(path: str) -> int:
@@ -98,17 +99,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=20_000_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--presets", nargs="+", choices=MEAN_LENGTH, default=MEAN_LENGTH)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
     from freescale.data.sources import synthetic
 
-    mean_length: dict[synthetic.Preset, int] = {"kuairand": 9_300, "ml1m": 173, "heavy": 157}
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for preset, mean in mean_length.items():
+        for preset in options.presets:
             path = f"{folder}/{preset}"
-            made = synthetic.write(path, preset, users=max(64, options.events // mean))
+            made = synthetic.write(path, preset, users=max(64, options.events // MEAN_LENGTH[preset]))
             for order in ("shuffle", "log"):
                 result = compare(preset, path, order, workers=2, repeats=options.repeats)
                 results.append({"events": made.events, **result})

@@ -17,8 +17,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def test_streaming_holds_bounded_memory(tmp_path: Path) -> None:
     out = tmp_path / "streaming.json"
-    command = [sys.executable, BENCHMARKS / "streaming.py", "--events", "200000", "--repeats", "1", "--out", out]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--events", "200000", "--repeats", "1", "--presets", "heavy", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "streaming.py", *options], check=True, capture_output=True)
     for result in json.loads(out.read_text())["results"]:
         assert result["memory_grown_mb"] < 400
         assert result["rows_per_second"] > 0
@@ -57,7 +57,7 @@ def test_ranking_comes_near_the_planted_optimum(tmp_path: Path) -> None:
 
 
 def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path, whole_form: bool) -> None:
-    out, size = tmp_path / "elastic.json", [] if whole_form else ["--ranks", "2", "--steps", "160"]
+    out, size = tmp_path / "elastic.json", [] if whole_form else ["--ranks", "2", "--steps", "120"]
     subprocess.run([sys.executable, BENCHMARKS / "elastic.py", "sizes", *size, "--out", out], check=True)
     (result,) = json.loads(out.read_text())["results"]
     assert set(result["exit_codes"]) == {0}

@@ -3,6 +3,7 @@
 Torch and TorchRec take five seconds to import: here once, and not for every rank of every generation.
 """
 
+import gc
 import os
 import signal
 
@@ -18,4 +19,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 # To count devices must not initialize CUDA: a process that is forked afterwards could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+gc.disable()  # nothing of what is imported is garbage, and to look for it takes a fifth of the time
+
 import torchrec  # noqa: E402, F401
+
+gc.freeze()  # nor will it be in any rank
+gc.enable()
