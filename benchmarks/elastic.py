@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from faults import Run, make_data
 from freescale.checkpoint import store
 from freescale.checkpoint.files import Part, read_json
 from record import save
+from watched import Run, make_data
 
 RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
 SERVES = "note: this host serves the store"

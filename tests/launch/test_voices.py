@@ -44,6 +44,10 @@ def test_each_text_is_read_once_and_none_is_missing(capfd: pytest.CaptureFixture
     assert sorted(lines) == sorted(["of all", "of the first", "of the last", _LONG])
 
 
+def test_a_path_that_is_no_text_is_told_all_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    assert heard(capfd, [os.fsdecode(b"no run in runs/\xff")]) == [r"no run in runs/\udcff"]
+
+
 def test_a_text_that_was_never_ended_disturbs_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(heard(capfd, ["one"], ["two"], torn=True)) == ["one", "two"]
 

@@ -66,6 +66,6 @@ def speaker(mouth: Connection) -> Callable[[str], None]:
 
     def speak(text: str) -> None:
         with one_at_a_time:
-            mouth.send_bytes(text.encode())
+            mouth.send_bytes(text.encode(errors="backslashreplace"))  # as stderr does it
 
     return speak
