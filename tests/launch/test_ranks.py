@@ -107,3 +107,12 @@ def test_what_every_rank_has_to_say_is_read_once(capfd: pytest.CaptureFixture[st
     assert codes(ranks) == [2, 2, 2]
     ranks.end()
     assert capfd.readouterr().err.count("error: ") == 1
+
+
+def test_a_fault_that_nobody_foresaw_is_told_whole_and_once(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = LocalRanks(["selftest"], [{"RANK": "no number"}] * 2)
+    assert codes(ranks) == [1, 1]
+    ranks.end()
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == said.count("ValueError: ") == 1
+    assert "in _from_torchrun" in said
