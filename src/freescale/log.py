@@ -4,6 +4,7 @@ Everything that fell back, was skipped or was made up is said through `notice`, 
 have to say is said once where something listens to all of them (see `launch.voices`).
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +23,17 @@ def notice(text: str) -> None:
     """Say something that the user should know but did not ask for."""
     if text not in _said:
         _said.add(text)
-        say(f"note: {text}")
+        tell(f"note: {text}")
 
 
-def say(text: str) -> None:
+def failure(error: Exception) -> None:
+    """Say what ended this process."""
+    in_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    name = "\033[31merror:\033[0m" if in_colour else "error:"
+    tell(f"{name} {error}")
+
+
+def tell(text: str) -> None:
     """Say it to whoever listens."""
     _hear(text)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from freescale.errors import FreeScaleError, UsageError, nearest
-from freescale.log import say
+from freescale.log import failure, tell
 
 
 class Command(NamedTuple):
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except FreeScaleError as error:
-        say(f"{_red('error:')} {error}")
+        failure(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say("interrupted")
+        tell("interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output went away, which is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,7 +95,3 @@ def _help(commands: dict[str, Command] | None = None) -> str:
             "",
         ]
     )
-
-
-def _red(text: str) -> str:
-    return f"\033[31m{text}\033[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text

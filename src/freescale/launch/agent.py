@@ -15,7 +15,7 @@ from freescale.errors import INTERRUPTED, TransportError, reason
 from freescale.launch.decide import Seen, Verdict, decide
 from freescale.launch.meeting import SILENT_SECONDS, Meeting
 from freescale.launch.ranks import LocalRanks
-from freescale.log import notice, say
+from freescale.log import failure, notice
 
 _LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
@@ -186,7 +186,7 @@ class Agent:
         if self._local is not None:
             self._local.end()
         error = self._without_store(f"no answer for {SILENT_SECONDS:.0f} s")
-        say(f"error: {error}")
+        failure(error)
         os._exit(error.exit_code)
 
     def _without_store(self, why: str) -> TransportError:

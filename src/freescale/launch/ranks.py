@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 from freescale.launch.voices import Voices, speaker
-from freescale.log import heard_by, say
+from freescale.log import heard_by, tell
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -28,8 +28,8 @@ class LocalRanks:
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self._voices = Voices(len(environments))
-        rank = zip(environments, self._voices.mouths, strict=True)
-        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more, mouth)) for more, mouth in rank]
+        given = zip(environments, self._voices.mouths, strict=True)
+        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more, mouth)) for more, mouth in given]
         for process in self._processes:
             process.start()
         self._voices.begin()
@@ -85,7 +85,7 @@ def _be_rank(words: Sequence[str], environment: Mapping[str, str], mouth: Connec
         try:
             runpy.run_module("freescale", run_name="__main__")
         except Exception:
-            say(traceback.format_exc().rstrip())
+            tell(traceback.format_exc().rstrip())
             sys.exit(1)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
-from freescale.log import say
+from freescale.log import tell
 
 _LOOK_SECONDS = 0.1
 _CLEAR_LINE = "\r\033[K"
@@ -48,7 +48,7 @@ class Voices:
                 if not (text := self._next(ear)) or text in heard:
                     continue
                 heard.add(text)
-                say(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}")
+                tell(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}")
 
     def _next(self, ear: Connection) -> str:
         """What came out of a pipe; nothing, and the pipe is forgotten, once its rank has ended."""

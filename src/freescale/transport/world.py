@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
-from freescale.log import say
+from freescale.log import failure
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import LOOK_SECONDS, Peers
 
@@ -138,7 +138,7 @@ def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event
     if ended.wait(LOOK_SECONDS / 2):  # it was about to fail by itself
         return
     error = peers.failure(operation, stuck)
-    say(f"error: {error}")
+    failure(error)
     os._exit(error.exit_code)
 
 
