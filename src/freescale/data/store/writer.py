@@ -3,8 +3,10 @@
 Everything is written beside the target and renamed into place at the end, so a data set is whole or not there.
 """
 
+import errno
 import mmap
 import os
+import re
 import shutil
 import struct
 import zlib
@@ -18,7 +20,7 @@ import pyarrow.parquet as pq
 from freescale.data.store import manifest as manifests
 from freescale.data.store.files import File, sum_chunks
 from freescale.data.store.manifest import Manifest, Stripe
-from freescale.errors import DataError
+from freescale.errors import DataError, FreeScaleError, reason
 
 FILES = 64
 Tables = Iterable[pa.Table]
@@ -42,18 +44,54 @@ def new_folder(target: str | Path) -> Iterator[Path]:
         remedy = "give a new folder, or delete it first"
         raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    beside.mkdir(parents=True)
+    with output_errors(target, every=True):
+        beside.mkdir(parents=True)
     try:
-        yield beside
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
+        with output_errors(target):
+            yield beside
+        with output_errors(target, every=True):
+            if target.exists():
+                target.rmdir()
+            beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+@contextmanager
+def output_errors(target: Path, *, every: bool = False) -> Iterator[None]:
+    """Report what a disk refuses to write as that, not as a fault of the input that is read meanwhile.
+
+    `every`: nothing is read meanwhile, so every OSError is one of writing. Otherwise a full, read-only or limited disk.
+    """
+    try:
+        yield
+    except Exception as error:  # Arrow raises OSErrors, polars its own kind with the number in the text
+        number = _os_error(error)
+        if isinstance(error, FreeScaleError) or not (number in _ONLY_WRITING or (every and isinstance(error, OSError))):
+            raise
+        told = os.strerror(number) if number else reason(error)
+        remedy = _ONLY_WRITING.get(number or 0, "give a folder that can be made and written")
+        raise FreeScaleError(f"the output cannot be written: {told}", where=str(target), remedy=remedy) from error
+
+
+_MORE_SPACE = "free space there, or give a folder on another disk"
+_ONLY_WRITING = {
+    errno.ENOSPC: _MORE_SPACE,
+    errno.EDQUOT: _MORE_SPACE,
+    errno.EFBIG: _MORE_SPACE,
+    errno.EROFS: "give a folder on a disk that can be written",
+}
+
+
+def _os_error(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    numbered = re.search(r"(?:os error|errno) (\d+)", str(error))
+    return int(numbered[1]) if numbered else None
+
+
 def write(
-    folder: Path,
+    folder: str | Path,
     tables: Tables,
     *,
     rows_per_group: int,
@@ -61,7 +99,12 @@ def write(
     note: str = "",
     groups_per_file: int = manifests.GROUPS_PER_FILE,
 ) -> Manifest:
-    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
+    """Write histories in the order given, into a folder that is made if need be.
+
+    `tables` may be of any sizes; memory holds one table and one group. `items`: every id is below it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
