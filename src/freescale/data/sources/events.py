@@ -1,5 +1,6 @@
 """A log, opened: one lazy table of events, and where in its files each event stands."""
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import polars as pl
@@ -42,7 +43,8 @@ class Events(NamedTuple):
     @property
     def name(self) -> str:
         """The log in an error or a note."""
-        return ", ".join(self.files[:3]) + (f" and {len(self.files) - 3} more" if len(self.files) > 3 else "")
+        names = [Path(file).name for file in self.files]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def place(self, file: int, number: int) -> Place:
         """Where an event stands, for people."""

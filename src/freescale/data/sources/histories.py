@@ -93,18 +93,18 @@ class _Import:
         self._tables = [_without_bad(events, self._log.quarantine) for events in self._logs]
         self._agree()
         seen = [_keys(table, "item_id") for table in self._tables]
-        events = int(seen[0]["count"].sum())
-        if not events:
-            raise DataError("the log holds no usable event", where=self._logs[0].name, remedy="check its format")
-        items, numbers, unknown = _number(_merged(None, seen).sort("key"), known)
+        events, *_ = totals = [int(counts["count"].sum()) for counts in seen]
+        for total, found in zip(totals, self._logs, strict=True):
+            if not total:
+                raise DataError("the log holds no usable event", where=found.name, remedy="check its format")
+        items, numbers, unknown = _number(_merged(seen[0], seen[1:]).sort("key"), known)
         _save(items, self._folder / VOCABULARY)
         self._use_numbers("item_id", numbers)
         if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
             users = _keys(self._tables[0], "user_id")
             _save(users, self._folder / USERS_FILE)
             self._use_numbers("user_id", users.select("key").with_row_index("number"))
-        total = sum(int(counts["count"].sum()) for counts in seen)
-        buckets = max(1, -(-total * _BYTES_PER_EVENT // self._log.memory))
+        buckets = max(1, -(-sum(totals) * _BYTES_PER_EVENT // self._log.memory))
         written = self._samples(buckets) if self._log.impressions else self._histories(buckets)
         manifest = self._write(written, events, len(items), buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
@@ -186,8 +186,10 @@ def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
     broken = pl.any_horizontal(pl.col(name).is_null() for name in names)
     for batch in events.table.filter(broken).collect_batches(engine="streaming"):
         for row in batch.iter_rows(named=True):
-            missing = ", ".join(name for name in names if row[name] is None)
-            place, what = events.place(row[FILE], row[NUMBER]), f"{missing} missing or not of its type"
+            missing = [name for name in names if row[name] is None]
+            hint = ": a label is a number from 0 to 1" if missing[0].startswith("label_") else ""
+            what = f"{', '.join(missing)} missing or not of its type{hint}"
+            place = events.place(row[FILE], row[NUMBER])
             quarantine.bad(place, "incomplete event", what, remedy=f"mend that {events.counts}")
     return events.table.filter(~broken).drop(FILE, NUMBER)
 
@@ -195,7 +197,7 @@ def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
 def _keys(table: pl.LazyFrame, column: str) -> pl.DataFrame:
     """The distinct keys of a log in their own order, and how often each occurs."""
     # Counted batch by batch: Polars' own streaming group_by was seen to hold memory that grows with the events.
-    found, pending = None, []
+    found, pending = pl.DataFrame(schema={"key": table.collect_schema()[column], "count": pl.Int64}), []
     for batch in table.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH):
         pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
         if sum(map(len, pending)) > _BATCH:
@@ -203,12 +205,9 @@ def _keys(table: pl.LazyFrame, column: str) -> pl.DataFrame:
     return _merged(found, pending).sort("key")
 
 
-def _merged(found: pl.DataFrame | None, more: list[pl.DataFrame]) -> pl.DataFrame:
+def _merged(found: pl.DataFrame, more: list[pl.DataFrame]) -> pl.DataFrame:
     """Add up counts of keys."""
-    parts = more if found is None else [found, *more]
-    if not parts:
-        return pl.DataFrame(schema={"key": pl.Int64, "count": pl.Int64})
-    return pl.concat(parts).group_by("key").agg(pl.col("count").sum())
+    return pl.concat([found, *more]).group_by("key").agg(pl.col("count").sum())
 
 
 def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:

@@ -40,7 +40,12 @@ class Job(NamedTuple):
 
     def text(self, number: int, source: Path) -> TextFile:
         """One of the files, as text."""
-        return TextFile(source, self.scratch / f"text-{number}.parquet", self.quarantine)
+        return TextFile(source, self.scratch / f"text-{number}.parquet", self.quarantine, name=self.name(number))
+
+    def name(self, number: int) -> str:
+        """A file in an error: folders of a log often hold files of the same name."""
+        source = self.sources[number]
+        return source.name if len(self.sources) == 1 else str(source)
 
     def of(self, columns: Columns, unit: times.Unit) -> "Job":
         """The same for a format whose columns are known. Labels are read instead of its features."""
@@ -152,7 +157,7 @@ def _events(job: Job, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -
         pl.col(NUMBER).cast(pl.Int64),
     )
     order = pl.col(ORDER).cast(pl.Int64)
-    files = tuple(source.name for source in job.sources)
+    files = tuple(job.name(number) for number in range(len(job.sources)))
     return Events(chosen.with_row_index(ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
 
 

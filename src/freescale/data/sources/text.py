@@ -32,8 +32,8 @@ _BREAK = pc.MatchSubstringOptions("\n")
 class TextFile:
     """One text file on its way to Parquet."""
 
-    def __init__(self, source: Path, target: Path, quarantine: Quarantine) -> None:
-        self._source, self._target, self._quarantine = source, target, quarantine
+    def __init__(self, source: Path, target: Path, quarantine: Quarantine, *, name: str) -> None:
+        self._source, self._target, self._quarantine, self._name = source, target, quarantine, name
 
     def read_csv(self, style: CsvStyle, wanted: Sequence[str], *, names: Sequence[str] = ()) -> pl.LazyFrame:
         """Read the wanted columns. `names`: those of all columns, for a file without a header."""
@@ -94,14 +94,14 @@ class TextFile:
         spans = _line_breaks(batch.columns[1:]) > 0
         for line in batch.column(0).filter(pa.array(spans)).to_pylist():
             what, remedy = "a field spans several lines", "close its quote, or give the right --quote"
-            self._quarantine.bad(Place(self._source.name, line=line), "malformed line", what, remedy=remedy)
+            self._quarantine.bad(Place(self._name, line=line), "malformed line", what, remedy=remedy)
         return batch.filter(pa.array(~(empty | spans)))
 
     def _report(self, ragged: list[tuple[int, csv.InvalidRow]]) -> None:
         for line, row in ragged:
             what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
             remedy = "mend that line, or give the right --separator and --quote"
-            self._quarantine.bad(Place(self._source.name, line=line), "malformed line", what, remedy=remedy)
+            self._quarantine.bad(Place(self._name, line=line), "malformed line", what, remedy=remedy)
         ragged.clear()
 
 

@@ -40,11 +40,11 @@ def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
 def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        remedy = "give a new folder, or delete it first"
-        raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with output_errors(target, every=True):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            remedy = "give a new folder, or delete it first"
+            raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
         beside.mkdir(parents=True)
     try:
         with output_errors(target):
