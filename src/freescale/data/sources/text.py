@@ -7,6 +7,7 @@ what does not convert later is bad, not guessed. Lines without any field are ski
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -78,24 +79,25 @@ class TextFile:
         with (
             open_text(self._source) as stream,
             csv.open_csv(stream, read, parse, convert) as text,
-            pq.ParquetWriter(self._target, schema, compression="lz4") as out,
+            pq.ParquetWriter(self._target, schema, **_packed(wanted)) as out,
         ):
             for batch in text:
                 breaks = _line_breaks(batch.columns) if style.quote else np.zeros(batch.num_rows, np.int64)
                 lines = numbering.lines(breaks)
                 self._report(numbering.ragged)
-                fields = [batch.column(place) for place in places]
-                out.write_batch(self._usable(pa.record_batch([pa.array(lines), *fields], schema), batch.columns))
+                records = pa.record_batch([pa.array(lines), *(batch.column(place) for place in places)], schema)
+                if all(column.null_count for column in batch.columns):
+                    records = records.filter(pa.array(~_empty(batch.columns)))
+                out.write_batch(self._closed(records) if breaks.any() else records)
             self._report(numbering.rest())
 
-    def _usable(self, batch: pa.RecordBatch, columns: Sequence[pa.Array]) -> pa.RecordBatch:
-        """Without lines that hold nothing, and those in which a quote is not closed, so that a field spans lines."""
-        empty = np.logical_and.reduce([column.is_null().to_numpy(zero_copy_only=False) for column in columns])
+    def _closed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Without records in which a quote is not closed, so that a field which is read spans lines."""
         spans = _line_breaks(batch.columns[1:]) > 0
         for line in batch.column(0).filter(pa.array(spans)).to_pylist():
             what, remedy = "a field spans several lines", "close its quote, or give the right --quote"
             self._quarantine.bad(Place(self._name, line=line), "malformed line", what, remedy=remedy)
-        return batch.filter(pa.array(~(empty | spans)))
+        return batch.filter(pa.array(~spans))
 
     def _report(self, ragged: list[tuple[int, csv.InvalidRow]]) -> None:
         for line, row in ragged:
@@ -151,6 +153,11 @@ class _Numbering:
         return found
 
 
+def _empty(columns: Sequence[pa.Array]) -> NDArray[np.bool_]:
+    """Which records have no field at all, as those of blank lines."""
+    return np.logical_and.reduce([column.is_null().to_numpy(zero_copy_only=False) for column in columns])
+
+
 def _line_breaks(columns: Sequence[pa.Array]) -> Ints:
     """How many line breaks each record has inside its fields."""
     total = np.zeros(len(columns[0]), np.int64)
@@ -159,6 +166,12 @@ def _line_breaks(columns: Sequence[pa.Array]) -> Ints:
             breaks = pc.call_function("count_substring", [column], _BREAK)
             total += breaks.fill_null(0).to_numpy(zero_copy_only=False)
     return total
+
+
+def _packed(columns: Sequence[str]) -> dict[str, Any]:
+    """Options of Parquet: numbers of lines ascend, and text repeats."""
+    encoding = {NUMBER: "DELTA_BINARY_PACKED"}
+    return {"compression": "lz4", "use_dictionary": list(columns), "column_encoding": encoding}
 
 
 def _json_names(lines: pl.Series) -> list[str]:

@@ -62,13 +62,20 @@ def unit_of(value: float) -> Literal["s", "ms", "us", "ns"]:
 
 
 def _of_numbers(table: pl.LazyFrame, sample: pl.Series, unit: Unit) -> Clock:
-    column, text = pl.col(sample.name), sample.dtype == pl.String
-    real = column.cast(pl.Float64, strict=False)
-    times = real.filter(real.abs() <= _MOST)
-    fractions = column.str.contains(r"[.eE]").any() if text else pl.lit(not sample.dtype.is_integer())
-    facts = [times.min(), times.max(), times.filter(times != 0).abs().min(), times.abs().max(), fractions]
-    named = [fact.alias(str(number)) for number, fact in enumerate(facts)]
-    first, last, low, high, broken = table.select(named).collect(engine="streaming").row(0)
+    column, real = pl.col(sample.name), pl.col("real")
+    # In steps, each of which reads what the one before has made: otherwise every aggregate parses the text again.
+    parsed = table.select(real=column.cast(pl.Float64, strict=False), whole=column.cast(pl.Int64, strict=False))
+    possible = parsed.select("whole", real=pl.when(real.abs() <= _MOST).then("real"))
+    facts = possible.select(
+        first=real.min(),
+        last=real.max(),
+        low=pl.when(real != 0).then(real.abs()).min(),
+        high=real.abs().max(),
+        broken=pl.col("whole").count() < real.count(),
+    )
+    first, last, low, high, broken = facts.collect(engine="streaming").row(0)
+    if sample.dtype != pl.String:
+        broken = not sample.dtype.is_integer()
     if unit == "auto":
         unit = _detected(sample.name, low or 0, high or 0)
         if high is not None:
