@@ -27,7 +27,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     from freescale.train.run import train
     from freescale.transport.world import join
 
-    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
+    asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
     out = options.out or Path("runs") / Path(options.source).stem
     return train(config, join(deadline=config.train.deadline), out, **asked)
 
@@ -40,6 +40,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--meet", default="", metavar="HOST:PORT", help="where they meet; on every host the same")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
+    changes = "resume with values that change the training result; without this flag they are refused"
+    parser.add_argument("--accept-changes", action="store_true", help=changes)
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors and notes; the files tell all")
     return parser

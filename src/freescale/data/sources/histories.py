@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from freescale.data.store import writer
 from freescale.data.store.manifest import Manifest
 from freescale.data.store.quarantine import Place, Quarantine
-from freescale.data.vocabulary import FILE
+from freescale.data.vocabulary import FILE, fingerprint
 from freescale.errors import DataError, reason
 
 _BATCH = 1_000_000
@@ -85,7 +85,7 @@ class _Import:
             _save(users, self._folder / USERS_FILE)
             self._use_numbers("user_id", users.select("key").with_row_index("number"))
         buckets = max(1, -(-events * _BYTES_PER_EVENT // self._log.memory))
-        manifest = self._write(self._histories(buckets), events, len(items), buckets)
+        manifest = self._write(self._histories(buckets), events, items["key"], buckets)
         return Imported(manifest.rows, len(items), manifest.events, unknown)
 
     def _set_aside_bad(self) -> None:
@@ -130,14 +130,17 @@ class _Import:
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
         return written
 
-    def _write(self, parts: list[Path], events: int, items: int, ranges: int) -> Manifest:
+    def _write(self, parts: list[Path], events: int, items: pl.Series, ranges: int) -> Manifest:
         histories = pl.scan_parquet(parts)
         last = histories.select("last").collect(engine="streaming")["last"].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
         columns = len(histories.collect_schema()) - 2  # but user_id and last
         rows, note = writer.rows_per_group(len(last), events, columns), f"imported from {self._log.name}"
         ordered = _in_time_order(histories, cuts)
-        return writer.write(self._folder, ordered, rows_per_group=rows, items=items, note=note)
+        vocabulary = fingerprint(items.to_arrow())
+        return writer.write(
+            self._folder, ordered, rows_per_group=rows, items=len(items), vocabulary=vocabulary, note=note
+        )
 
 
 def _merged(found: pl.DataFrame | None, more: list[pl.DataFrame]) -> pl.DataFrame:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from freescale.data.store import manifest as manifests
 from freescale.data.store.files import File, sum_chunks
 from freescale.data.store.manifest import Manifest, Stripe
+from freescale.data.vocabulary import numbered_fingerprint
 from freescale.errors import DataError
 
 FILES = 64
@@ -58,10 +59,14 @@ def write(
     *,
     rows_per_group: int,
     items: int,
+    vocabulary: str = "",
     note: str = "",
     groups_per_file: int = manifests.GROUPS_PER_FILE,
 ) -> Manifest:
-    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
+    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group.
+
+    `vocabulary`: fingerprint of the item keys; without one, items are their numbers.
+    """
     groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
@@ -71,7 +76,7 @@ def write(
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
-    manifest = Manifest(tuple(stripes), events, items, note)
+    manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note)
     (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
     return manifest
 
