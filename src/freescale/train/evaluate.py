@@ -8,6 +8,7 @@ from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, nearest
 from freescale.log import notice
+from freescale.progress import track
 from freescale.train.network import Network
 from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
 from freescale.transport.world import World
@@ -36,14 +37,15 @@ def evaluation_of(config: RunConfig, world: World, network: Network, tables: Sha
 
 def _retrieval(loader: Loader, world: World, network: Network, tables: ShardedTables | None) -> dict[str, float]:
     corpus = Corpus(network, tables, loader.known.items, world.device)
-    sums = retrieval_sums_of(corpus, iter(loader))
+    sums = retrieval_sums_of(corpus, track(loader, "evaluating", unit="batches"))
     return retrieval_means(world.transport.all_reduce(sums, name="metrics").wait())
 
 
 def _ranking(loader: Loader, world: World, network: Network, tables: ShardedTables | None) -> dict[str, float]:
     from freescale.train.rank import Ranker, ranking_metrics  # torchrec takes seconds to import
 
-    return ranking_metrics(Ranker(network, tables, world.device), iter(loader), world)
+    batches = track(loader, "evaluating", unit="batches")
+    return ranking_metrics(Ranker(network, tables, world.device), batches, world)
 
 
 def _loader(config: RunConfig, world: World) -> Loader:

@@ -11,6 +11,7 @@ from torch import Tensor
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import FILE as VOCABULARY
 from freescale.errors import UsageError
+from freescale.progress import track
 from freescale.train.retrieve import SAMPLES
 from freescale.train.saved import Saved
 
@@ -35,7 +36,7 @@ def predict(saved: Saved, folder: Path, *, count: int) -> int:
 
 def _tables(saved: Saved, loader: Loader, keys: pa.Array | None, count: int) -> Iterator[pa.Table]:
     corpus = saved.corpus()
-    for batch in loader:
+    for batch in track(loader, "ranking users", unit="batches"):
         best, scores = corpus.top(batch, count)
         columns: dict[str, pa.Array] = {
             "user_id": pa.array(batch.scalars["user_id"].numpy()),
