@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.cli.options import parse, say
+from freescale import config as configs
+from freescale.cli.options import check_all, parse, require_at_least, say
 from freescale.cli.saved import RunOptions, on_ranks
-from freescale.errors import UsageError
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -34,8 +34,7 @@ class Options(RunOptions):
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the predictions and say how many users they are for."""
     options = parse(Options, argv, prog)
-    if options.k < 1:
-        raise UsageError("--k must be at least 1", remedy=f"see {prog} --help")
+    check_all(lambda: configs.of_run(options.run), lambda: require_at_least(options, k=1))
 
     def work(saved: "Saved") -> None:
         from freescale.train.predict import predict

@@ -7,6 +7,7 @@ from pathlib import Path
 from freescale.cli.options import parse_run, run_parser
 from freescale.launch import launched_instead
 from freescale.launch.hosts import Hosts
+from freescale.progress import progress
 
 _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
@@ -24,8 +25,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
     if code is not None:
         return code
-    from freescale.train.run import train
-    from freescale.transport.world import join
+    with progress("loading torch"):
+        from freescale.train.run import train
+        from freescale.transport.world import join
 
     asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
     out = options.out or Path("runs") / Path(options.source).stem
@@ -43,5 +45,4 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     changes = "resume with values that change the training result; without this flag they are refused"
     parser.add_argument("--accept-changes", action="store_true", help=changes)
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors and notes; the files tell all")
     return parser

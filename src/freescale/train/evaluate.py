@@ -11,6 +11,7 @@ from freescale.data.store.dataset import Dataset
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, nearest
 from freescale.log import notice
+from freescale.progress import track
 from freescale.train.network import Network
 from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
 from freescale.transport.world import World
@@ -44,7 +45,7 @@ def evaluation_of(config: RunConfig, world: World, network: Network, tables: Sha
 
 
 def _retrieval(loader: Loader, corpus: Corpus, config: RunConfig, world: World) -> dict[str, float]:
-    sums = retrieval_sums_of(corpus, iter(loader))
+    sums = retrieval_sums_of(corpus, track(loader, "evaluating", unit="batches"))
     metrics = retrieval_means(world.transport.all_reduce(sums, name="metrics").wait())
     if not metrics["users"]:
         raise _no_targets(config)
@@ -57,7 +58,8 @@ def _retrieval(loader: Loader, corpus: Corpus, config: RunConfig, world: World) 
 def _ranking(loader: Loader, world: World, network: Network, tables: ShardedTables | None) -> dict[str, float]:
     from freescale.train.rank import Ranker, ranking_metrics  # torchrec takes seconds to import
 
-    return ranking_metrics(Ranker(network, tables, world.device), iter(loader), world)
+    batches = track(loader, "evaluating", unit="batches")
+    return ranking_metrics(Ranker(network, tables, world.device), batches, world)
 
 
 def _loader(config: RunConfig, world: World) -> Loader:

@@ -14,6 +14,7 @@ from freescale.data.loader import Loader
 from freescale.data.sources.histories import USERS_FILE
 from freescale.data.vocabulary import FILE as VOCABULARY
 from freescale.errors import UsageError
+from freescale.progress import track
 from freescale.train.retrieve import SAMPLES
 from freescale.train.saved import Saved
 
@@ -65,7 +66,7 @@ def predict(saved: Saved, folder: Path, *, count: int) -> Predicted:
 
 def _tables(saved: Saved, loader: Loader, keys: _Keys, count: int) -> Iterator[pa.Table]:
     corpus = saved.corpus()
-    for batch in loader:
+    for batch in track(loader, "ranking users", unit="batches"):
         best, scores = corpus.top(batch, count)
         best, scores = best.cpu(), scores.float().cpu()
         recommended = scores > -torch.inf  # excluded items have no score
