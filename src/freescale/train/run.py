@@ -12,6 +12,7 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint import store
 from freescale.errors import INTERRUPTED, UsageError
+from freescale.progress import progress
 from freescale.train.build import build
 from freescale.transport.world import World, generation, leave
 
@@ -33,7 +34,8 @@ def train(
         raise UsageError(f"there is a run in {folder} already", where=str(newest), remedy=remedy)
     if newest is None and resume and not again:
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
-    trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
+    with progress("building the model"):
+        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
         trainer.saving.resume()
     elif again:
