@@ -23,11 +23,11 @@ def run(argv: Sequence[str], prog: str) -> int:
     options, config = parse_run(_parser(prog), argv)
     if (code := launched_instead(["bench", "step", *argv], ranks=options.nproc)) is not None:
         return code
-    with progress("loading torch"):
+    with progress("starting"):
         from freescale.bench import page, step
         from freescale.transport.world import join, leave
 
-    world = join(deadline=config.train.deadline)
+        world = join(deadline=config.train.deadline)
     config = replace(config, train=replace(config.train, max_steps=options.steps))
     folder, trainings = (
         options.out.with_suffix(""),

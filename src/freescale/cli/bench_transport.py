@@ -41,12 +41,12 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
         return code
-    with progress("loading torch"):
+    with progress("starting"):
         from freescale.transport.choose import Ways, explain, pick
         from freescale.transport.probe import probe
         from freescale.transport.world import join, leave
 
-    world = join(deadline=_DEADLINE)
+        world = join(deadline=_DEADLINE)
     ways = Ways(world)
     opened = {name: ways.make(name) for name in ways.possible}
     found = probe(opened, world.transport, world.device, sizes=[kib << 10 for kib in options.kib], rounds=5)

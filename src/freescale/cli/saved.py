@@ -33,12 +33,12 @@ def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"]
     """Open the run on every rank and let each do its part of the work."""
     if (code := launched_instead(words, ranks=options.nproc)) is not None:
         return code
-    with progress("loading torch"):
+    with progress("starting"):
         from freescale.train.saved import config_of, open_run
         from freescale.transport.world import join, leave
 
-    config = config_of(options.run, options.data)
-    world = join(deadline=config.train.deadline)
+        config = config_of(options.run, options.data)
+        world = join(deadline=config.train.deadline)
     with progress(f"loading {options.run}"):
         saved = open_run(options.run, config, world)
     work(saved)

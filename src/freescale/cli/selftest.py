@@ -33,12 +33,12 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if (code := launched_instead(["selftest", *argv], ranks=options.nproc)) is not None:
         return code
-    with progress("loading torch"):
+    with progress("starting"):
         from freescale.train.selftest import Selftest
         from freescale.transport.world import join, leave
 
-    require_gpu(options.device)
-    world = join(deadline=_DEADLINE, device=options.device)
+        require_gpu(options.device)
+        world = join(deadline=_DEADLINE, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.leads and options.json:

@@ -25,13 +25,14 @@ def run(argv: Sequence[str], prog: str) -> int:
     code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
     if code is not None:
         return code
-    with progress("loading torch"):
+    with progress("starting"):
         from freescale.train.run import train
         from freescale.transport.world import join
 
+        world = join(deadline=config.train.deadline)
     asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
     out = options.out or Path("runs") / Path(options.source).stem
-    return train(config, join(deadline=config.train.deadline), out, **asked)
+    return train(config, world, out, **asked)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from freescale.data.identity import DataIdentity, require_recorded
 from freescale.data.store.dataset import Dataset
 from freescale.errors import INTERRUPTED, UsageError
 from freescale.log import notice
+from freescale.progress import progress
 from freescale.train.build import build
 from freescale.transport.world import World, generation, leave
 
@@ -40,7 +41,8 @@ def train(
         raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
     if newest is not None:
         _compare(config, newest, world, accept_changes=accept_changes)
-    trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
+    with progress("building the model"):
+        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
         trainer.saving.resume()
     elif again:
