@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
-from freescale.errors import reason
+from freescale.errors import UsageError, reason
 
 if TYPE_CHECKING:
     from freescale.models.attention.measure import Problem, Timed
@@ -43,6 +43,8 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Check first; what is wrong is not timed."""
     options = parse(Options, argv, prog)
+    if min(options.batch, options.longest, options.heads, options.width, options.rounds) < 1:
+        raise UsageError("every count must be at least 1", remedy=f"see {prog} --help")
     import numpy as np
     import torch
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from freescale import config
-from freescale.errors import UsageError
+from freescale.errors import UsageError, writing
 
 T = TypeVar("T")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -55,8 +55,9 @@ def require_gpu(device: str) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page, and the folder that it is in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def say(*lines: str) -> None:

@@ -42,4 +42,4 @@ def run(argv: Sequence[str], prog: str) -> int:
         if saved.world.leads:
             say(f"{options.out}: {options.k} items for each of {total:,} users")
 
-    return on_ranks(options, ["predict", *argv], work)
+    return on_ranks(options, ["predict", *argv], work, out=options.out)

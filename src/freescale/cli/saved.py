@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.launch import launched_instead
 
 if TYPE_CHECKING:
@@ -25,15 +27,20 @@ class RunOptions:
     """Ranks to start on this machine. Each holds its share of the tables."""
 
 
-def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
-    """Open the run on every rank and let each do its part of the work."""
-    if (code := launched_instead(words, ranks=options.nproc)) is not None:
-        return code
-    from freescale.train.saved import config_of, open_run
-    from freescale.transport.world import join, leave
+def on_ranks(
+    options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None], *, out: Path | None = None
+) -> int:
+    """Open the run on every rank and let each do its part of the work. `out`: the folder that it writes."""
+    preflight.use(options.run, options.data)
+    with RunLock(out or options.run) as lock:
+        code = launched_instead(words, ranks=options.nproc, lock=lock if out is not None else None)
+        if code is not None:
+            return code
+        from freescale.train.saved import config_of, open_run
+        from freescale.transport.world import join, leave
 
-    config = config_of(options.run, options.data)
-    world = join(deadline=config.train.deadline)
-    work(open_run(options.run, config, world))
-    leave()
-    return 0
+        config = config_of(options.run, options.data)
+        world = join(deadline=config.train.deadline)
+        work(open_run(options.run, config, world))
+        leave()
+        return 0

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
 from freescale.launch import launched_instead
 from freescale.launch.hosts import Hosts
@@ -21,15 +23,18 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Train here, or start the ranks that do."""
     options, config = parse_run(_parser(prog), argv)
     hosts = Hosts.parse(options.hosts, options.meet)
-    code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
-    if code is not None:
-        return code
-    from freescale.train.run import train
-    from freescale.transport.world import join
-
-    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
     out = options.out or Path("runs") / Path(options.source).stem
-    return train(config, join(deadline=config.train.deadline), out, **asked)
+    preflight.train(config, out, options, joins=hosts is not None)
+    with RunLock(out) as lock:
+        start = {"ranks": options.nproc, "hosts": hosts, "restarts": options.restarts, "lock": lock}
+        code = launched_instead(["train", *argv], **start)
+        if code is not None:
+            return code
+        from freescale.train.run import train
+        from freescale.transport.world import join
+
+        asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
+        return train(config, join(deadline=config.train.deadline), out, **asked)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
