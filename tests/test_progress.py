@@ -85,7 +85,7 @@ def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state:
 def test_a_line_fits_its_terminal(width: int, total: int | None, text: str) -> None:
     details = ("loss 7.1234", "12,345 samples/s", "1,234,567 tokens/s")
     line = fitted(State(text, "steps", 1234, total, 3600.0, 7200.0, details), width)
-    assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}") < width
+    assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}^C") < width
     assert (line.bar > 0) == (total is not None)
     assert total is None or width < 60 or "2:00:00 left" in line.figures, "the time left is dropped last"
     assert width < 120 or text != "training" or "tokens/s" in line.figures

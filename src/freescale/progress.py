@@ -30,6 +30,8 @@ FIRST_LINE_SECONDS, LINE_SECONDS = 10.0, 30.0
 """Without a terminal: when the first plain line is printed, and the time between lines."""
 _TICK_SECONDS = 0.25
 _WIDEST_BAR, _NARROWEST_BAR = 40, 8
+_FREE = 3
+"""Columns at the end of a line: a terminal echoes ^C there, and must not wrap."""
 _SPINNER = "|/-\\"
 
 
@@ -78,16 +80,16 @@ def plain(state: State) -> str:
 
 def fitted(state: State, width: int) -> Fitted:
     """The line for a terminal of `width` columns: figures that do not fit are left out, the least important first."""
-    text = _shortened(state.text, width // 2)
+    text, room = _shortened(state.text, 2 * width // 5), width - _FREE
     least = _NARROWEST_BAR + 1 if state.share is not None else 2  # a bar, or a spinner
     kept: list[str] = []
     for figure in figures(state):
-        if len("  ".join([text, *kept, figure])) + least > width - 1:
+        if len("  ".join([text, *kept, figure])) + least > room:
             break
         kept.append(figure)
     tail = "  ".join(kept)
-    room = width - 1 - len(text) - 1 - len(tail) - 2
-    return Fitted(text, 0 if state.share is None else max(0, min(_WIDEST_BAR, room)), tail)
+    columns = room - len(text) - 1 - len(tail) - 2
+    return Fitted(text, 0 if state.share is None else max(0, min(_WIDEST_BAR, columns)), tail)
 
 
 def figures(state: State) -> list[str]:
