@@ -181,9 +181,10 @@ def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trai
     top = pq.read_table(tmp_path / "top").to_pylist()
     rows = pq.read_table(sorted(demo.glob("part-*.parquet")), columns=["user_id", "item_id"]).to_pylist()
     log = {row["user_id"]: set(row["item_id"][-64:]) for row in rows}
-    assert sorted(row["user_id"] for row in top) == sorted(log)
+    assert sorted(row["user"] for row in top) == sorted(row["user_id"] for row in top) == sorted(log)
     for row in top:
         assert len(row["item_id"]) == 5
+        assert row["item"] == row["item_id"]  # the numbers of a synthetic log are its keys
         assert row["score"] == sorted(row["score"], reverse=True)
         assert not set(row["item_id"]) & log[row["user_id"]]
     assert freescale("predict", trained, tmp_path / "top").returncode == 2

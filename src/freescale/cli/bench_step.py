@@ -7,6 +7,7 @@ from pathlib import Path
 
 from freescale.cli.options import parse_run, print_json, print_table, run_parser, say, write_page
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 _HELP = """Train a recipe or a TOML file in turns: TorchRec's plain loop, its SparseDist pipeline, and FreeScale with
 each technique alone and with all. Prints steps/s and bubbles of each beside compute alone, and writes a page; the runs
@@ -22,14 +23,25 @@ def run(argv: Sequence[str], prog: str) -> int:
     options, config = parse_run(_parser(prog), argv)
     if (code := launched_instead(["bench", "step", *argv], ranks=options.nproc)) is not None:
         return code
-    from freescale.bench import page, step
-    from freescale.transport.world import join, leave
+    with progress("starting"):
+        from freescale.bench import page, step
+        from freescale.transport.world import join, leave
 
-    world = join(deadline=config.train.deadline)
+        world = join(deadline=config.train.deadline)
     config = replace(config, train=replace(config.train, max_steps=options.steps))
-    folder, tell = options.out.with_suffix(""), (lambda _: None) if options.json else say
-    found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
-    exact = step.compared(config, world, folder, steps=options.exact_steps)
+    folder, trainings = (
+        options.out.with_suffix(""),
+        options.turns * len(step.WAYS) + sum(map(len, step.COMPARED.values())),
+    )
+    with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
+
+        def tell(text: str) -> None:
+            bar.advance()
+            if not options.json and not options.quiet:
+                say(text)
+
+        found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
+        exact = step.compared(config, world, folder, steps=options.exact_steps, say=lambda _: bar.advance())
     if world.leads:
         write_page(options.out, page.document(found, exact))
         if options.json:

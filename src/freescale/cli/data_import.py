@@ -50,6 +50,8 @@ class Options:
     """What sorting may hold in memory; larger logs go through the disk."""
     json: Flag = False
     """Print the counts as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from freescale.errors import FreeScaleError, UsageError, nearest
 from freescale.log import failure, tell
+from freescale.progress import session
 
 
 class Command(NamedTuple):
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with session():
+            return _dispatch(words)
     except FreeScaleError as error:
         failure(error)
         return error.exit_code

@@ -16,6 +16,7 @@ from freescale.bubbles.summary import Summary, summarize
 from freescale.bubbles.trace import trace_of
 from freescale.cli.options import Flag, parse, print_json, print_table, say
 from freescale.errors import UsageError
+from freescale.progress import progress
 from freescale.train.journal import entries
 
 
@@ -36,6 +37,8 @@ class Options:
     """Open the page in a browser."""
     json: Flag = False
     """Print everything as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
@@ -43,7 +46,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     for run in () if options.json else options.runs:
         _tell_how_it_was_lost(run)
-    found = _read(options, prog)
+    with progress("reading records"):
+        found = _read(options, prog)
     if len(found) == 2:
         _compare(found, as_json=options.json)
         return 0

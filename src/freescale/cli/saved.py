@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from freescale.cli.options import Flag
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -23,17 +25,22 @@ class RunOptions:
     """Another data set than the one it was trained on; it must have the same items."""
     nproc: int = 1
     """Ranks to start on this machine. Each holds its share of the tables."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
     """Open the run on every rank and let each do its part of the work."""
     if (code := launched_instead(words, ranks=options.nproc)) is not None:
         return code
-    from freescale.train.saved import config_of, open_run
-    from freescale.transport.world import join, leave
+    with progress("starting"):
+        from freescale.train.saved import config_of, open_run
+        from freescale.transport.world import join, leave
 
-    config = config_of(options.run, options.data)
-    world = join(deadline=config.train.deadline)
-    work(open_run(options.run, config, world))
+        config = config_of(options.run, options.data)
+        world = join(deadline=config.train.deadline)
+    with progress(f"loading {options.run}"):
+        saved = open_run(options.run, config, world)
+    work(saved)
     leave()
     return 0

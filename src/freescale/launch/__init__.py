@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from freescale.launch.hosts import Hosts
+from freescale.progress import progress
 
 
 def launched_instead(words: Sequence[str], *, ranks: int, hosts: Hosts | None = None, restarts: int = 0) -> int | None:
@@ -21,11 +22,12 @@ def launched_instead(words: Sequence[str], *, ranks: int, hosts: Hosts | None = 
         return None
     from freescale.launch.ranks import prepare, wait_until_prepared
 
-    prepare()  # while this process imports what it needs itself
-    from freescale.launch.agent import Agent
-    from freescale.launch.meeting import Meeting
+    with progress("starting ranks"):
+        prepare()  # while this process imports what it needs itself
+        from freescale.launch.agent import Agent
+        from freescale.launch.meeting import Meeting
 
-    wait_until_prepared()
+        wait_until_prepared()
     meeting = Meeting(hosts or Hosts(), ranks)
     try:
         return Agent(meeting, words, ranks=ranks, restarts=restarts).run()

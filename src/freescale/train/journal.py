@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from freescale.bubbles.records import replace_lines
 from freescale.errors import reason
 from freescale.log import notice
+from freescale.progress import Bar, on_terminal, progress
 
 FILE = "metrics.jsonl"
 
@@ -43,24 +41,27 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
         self._talks = leads and not quiet
         self._board = _tensorboard(folder) if leads and tensorboard else None
-        self._bar = _bar(steps) if self._talks and sys.stderr.isatty() else None
+        self._last, self._shown = "", contextlib.ExitStack()
+        self._bar: Bar | None = None
+        if self._talks and on_terminal():
+            self._bar = self._shown.enter_context(progress("training", total=steps, unit="steps", at_once=True))
 
     def say(self, text: str) -> None:
         """Print a line for people."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
-        elif self._talks:
+        if self._talks:
             sys.stderr.write(text + "\n")
 
     def progress(self, step: int, values: Mapping[str, float], *, seconds_left: float) -> None:
         """Note how training goes."""
         self.write({"kind": "train", "step": step, **values})
-        text = f"loss {values['loss']:.4f}  {values['samples/s']:,.0f} samples/s  {values['tokens/s']:,.0f} tokens/s"
+        speeds = [f"{values[name]:,.0f} {name}" for name in ("samples/s", "tokens/s")]
+        details = [f"loss {values['loss']:.4f}", *speeds]
+        self._last = "  ".join([f"step {step}/{self._steps}", *details])
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, says=text)
+            self._bar.update(step, details=details, seconds_left=seconds_left)
         else:
             left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
-            self.say(f"step {step}/{self._steps}  {text}  {left} left")
+            self.say(f"{self._last}  {left} left")
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add an entry to the file."""
@@ -90,18 +91,11 @@ class Journal:
 
     def close(self) -> None:
         """End all output."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._shown.close()
+        if self._bar is not None and self._last:
+            self.say(self._last)
         if self._board is not None:
             self._board.close()
-
-
-def _bar(steps: int) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[says]}"), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
-    bar.add_task("training", total=steps, says="")
-    bar.start()
-    return bar
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, Part
 from freescale.config import RunConfig, to_toml
+from freescale.data.identity import DataIdentity, require_recorded
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
 from freescale.log import notice
@@ -47,6 +48,8 @@ class Parts:
     bubbles: Bubbles
     cost: Cost
     """Of a sample, for the report."""
+    data: DataIdentity
+    """Of the training data."""
     evaluate: Callable[[], dict[str, float]] | None
     """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
 
@@ -150,6 +153,7 @@ class Saving:
         """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
         try:
             facts, tensors = store.read_facts(checkpoint), self._tensors()
+            require_recorded(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
             if facts["ranks"] != self._parts.world.ranks:
                 del tensors[self._generator]
                 told = f"resumed on {self._parts.world.ranks} ranks what {facts['ranks']} wrote"
@@ -193,5 +197,6 @@ class Saving:
             "norms": parts.step.judge.state_dict(),
             "interval": self._interval.state_dict(),
             "balance": parts.planner.state_dict() if parts.planner is not None else None,
+            "data": asdict(parts.data),
             "config": to_toml(parts.config),
         }

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from freescale.data.batch import Batch
+from freescale.errors import DataError
+from freescale.log import notice
 from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.numbers import Fault, Faults, gathered
@@ -31,10 +33,15 @@ class Trainer:
         self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
         parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
         self._meter = _Meter()
+        self._terms = _Terms(parts)
         self._asked_at = 0.0
 
     def fit(self) -> bool:
         """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
+        self._journal.say(self._length())
+        if self.at.done >= self.parts.steps and self.parts.world.leads:
+            ended = f"the run is finished at step {self.at.done}, and nothing is left to train"
+            notice(f"{ended}; raise train.epochs or train.max_steps to continue")
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
@@ -49,9 +56,17 @@ class Trainer:
     def close(self, *, finished: bool = True) -> None:
         """Say what was set aside and what was held, note how the run ended, and end all output."""
         self._journal.write({"kind": "end", "step": self.at.done, "finished": finished})
-        for line in [*self.parts.loader.report(), *self.parts.step.report()]:
+        for line in [*self.parts.loader.report(), *self.parts.step.report(), *self._terms.report()]:
             self._journal.say(line)
         self._journal.close()
+
+    def _length(self) -> str:
+        """How many steps the run has, and what ends it."""
+        steps, per_epoch, train = self.parts.steps, len(self.parts.loader), self._train
+        length = f"{steps:,} steps, {per_epoch:,} per epoch"
+        if steps < train.epochs * per_epoch:
+            return f"{length}: train.max_steps = {train.max_steps} ends the run before train.epochs = {train.epochs}"
+        return length
 
     def _run(self) -> bool:
         if self._train.on_fault != "stop" and not self.at.done:  # or there would be nothing to go back to
@@ -75,6 +90,7 @@ class Trainer:
             following = None if taken is None else taken[0]
             flight = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
             self.at.done += 1
+            self._terms.count(flight.count)
             self.saving.note_recovery()
             with self.parts.world.transport.named("bubbles"):
                 bubbles.end_step(self._work(batch))
@@ -177,6 +193,36 @@ class Trainer:
         self._asked_at = self._asked_at or now
         if number == signal.SIGINT and now - self._asked_at > _SAME_CTRL_C:
             raise KeyboardInterrupt
+
+
+class _Terms:
+    """Counts the terms of the loss over all ranks: a run without any trains nothing, and must not succeed."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._task, self._data = parts.config.task.kind, parts.config.data
+        self._enough = min(len(parts.loader), parts.steps)
+        self._steps = self._empty = 0
+
+    def count(self, terms: int) -> None:
+        """Count a step. Raises where a whole epoch, or a run that is shorter, had no term."""
+        self._steps += 1
+        self._empty += not terms
+        if self._empty == self._steps >= self._enough:
+            raise self._nothing()
+
+    def report(self) -> list[str]:
+        """Steps whose samples were all too short."""
+        return [f"{self._empty:,} of {self._steps:,} steps had no loss term"] if self._empty else []
+
+    def _nothing(self) -> DataError:
+        if self._task == "ranking":
+            why, remedy = "no history has a candidate", "give a data set with candidates and labels"
+        else:
+            held_out = " after the held-out ones" if self._data.split != "none" else ""
+            why = f"no history has two events{held_out}, and the loss is that of the next event"
+            remedy = 'give a log with longer histories, or data.split = "none"'
+        what = f"the training data has no loss term in {self._steps:,} steps: {why}"
+        return DataError(what, where=self._data.path, remedy=remedy)
 
 
 class _Meter:

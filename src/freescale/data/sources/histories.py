@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 from freescale.data.store import writer
 from freescale.data.store.manifest import Manifest
 from freescale.data.store.quarantine import Place, Quarantine
-from freescale.data.vocabulary import FILE
+from freescale.data.vocabulary import FILE, fingerprint
 from freescale.errors import DataError, reason
+from freescale.progress import progress, track
 
 _BATCH = 1_000_000
 _BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
@@ -72,7 +73,8 @@ class _Import:
         self._log, self._events, self._folder = log, log.events, folder
 
     def run(self, known: pl.DataFrame | None) -> Imported:
-        self._set_aside_bad()
+        with progress("checking events"):
+            self._set_aside_bad()
         seen = self._keys("item_id")
         events = int(seen["count"].sum())
         if not events:
@@ -81,11 +83,11 @@ class _Import:
         _save(items, self._folder / FILE)
         self._use_numbers("item_id", numbers)
         if self._events.collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
-            users = self._keys("user_id")
+            users = self._keys("user_id", events)
             _save(users, self._folder / USERS_FILE)
             self._use_numbers("user_id", users.select("key").with_row_index("number"))
         buckets = max(1, -(-events * _BYTES_PER_EVENT // self._log.memory))
-        manifest = self._write(self._histories(buckets), events, len(items), buckets)
+        manifest = self._write(self._histories(buckets), events, items["key"], buckets)
         return Imported(manifest.rows, len(items), manifest.events, unknown)
 
     def _set_aside_bad(self) -> None:
@@ -99,11 +101,12 @@ class _Import:
                 self._log.quarantine.bad(place, "incomplete event", what, remedy="mend that line")
         self._events = self._events.filter(~broken)
 
-    def _keys(self, column: str) -> pl.DataFrame:
+    def _keys(self, column: str, events: int | None = None) -> pl.DataFrame:
         """The distinct keys of the log in their own order, and how often each occurs."""
         # Counted batch by batch: Polars' own streaming group_by was seen to hold memory that grows with the events.
         found, pending = None, []
-        for batch in self._events.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH):
+        batches = self._events.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH)
+        for batch in track(batches, f"counting by {column}", total=events, unit="events", size=len):
             pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
             if sum(map(len, pending)) > _BATCH:
                 found, pending = _merged(found, pending), []
@@ -120,9 +123,11 @@ class _Import:
         parts = self._log.scratch / "buckets"
         parts.mkdir()
         by_user = {"bucket": pl.col("user_id").hash() % buckets}
-        self._events.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
+        target = pl.PartitionBy(parts, key=by_user, include_key=False)
+        with progress("partitioning events by user"):
+            self._events.sink_parquet(target, compression="lz4", mkdir=True)
         written = []
-        for number, bucket in enumerate(sorted(parts.iterdir())):
+        for number, bucket in enumerate(track(sorted(parts.iterdir()), "sorting histories", unit="buckets")):
             histories = _group(pl.read_parquet(bucket / "*.parquet" if bucket.is_dir() else bucket))
             written.append(self._log.scratch / f"histories-{number}.parquet")
             # A range of time is read from every bucket at once, so row groups are no larger than what it takes of one.
@@ -130,14 +135,15 @@ class _Import:
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
         return written
 
-    def _write(self, parts: list[Path], events: int, items: int, ranges: int) -> Manifest:
+    def _write(self, parts: list[Path], events: int, items: pl.Series, ranges: int) -> Manifest:
         histories = pl.scan_parquet(parts)
         last = histories.select("last").collect(engine="streaming")["last"].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
         columns = len(histories.collect_schema()) - 2  # but user_id and last
         rows, note = writer.rows_per_group(len(last), events, columns), f"imported from {self._log.name}"
         ordered = _in_time_order(histories, cuts)
-        return writer.write(self._folder, ordered, rows_per_group=rows, items=items, note=note)
+        size = {"rows_per_group": rows, "items": len(items), "expected_rows": len(last)}
+        return writer.write(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
 
 
 def _merged(found: pl.DataFrame | None, more: list[pl.DataFrame]) -> pl.DataFrame:

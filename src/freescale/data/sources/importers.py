@@ -21,6 +21,7 @@ from pyarrow import csv
 from freescale.data.store.quarantine import Place, Quarantine
 from freescale.errors import DataError, UsageError, nearest, reason
 from freescale.log import notice
+from freescale.progress import progress
 
 
 class Columns(NamedTuple):
@@ -146,9 +147,11 @@ def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str
         _open_text(source) as stream,
         csv.open_csv(stream, read, parse, convert) as text,
         pq.ParquetWriter(target, text.schema, compression="lz4") as out,
+        progress(f"reading {source.name}", total=_size(stream), unit="B") as bar,
     ):
         for batch in text:
             out.write_batch(batch)
+            bar.advance(batch.nbytes) if _size(stream) is None else bar.update(stream.tell())
     return ragged
 
 
@@ -161,6 +164,11 @@ def _header(source: Path, style: CsvStyle, parse: csv.ParseOptions) -> list[str]
 
 def _open_text(source: Path) -> pa.NativeFile:
     return pa.input_stream(str(source), compression="detect")
+
+
+def _size(stream: pa.NativeFile) -> int | None:
+    """Bytes of a text; None of a compressed one, which has no size until it is read."""
+    return stream.size() if stream.seekable() else None
 
 
 def _events(frame: pl.LazyFrame, columns: Columns) -> pl.LazyFrame:

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 from freescale.data.store import manifest as manifests
 from freescale.data.store.files import File, sum_chunks
 from freescale.data.store.manifest import Manifest, Stripe
+from freescale.data.vocabulary import numbered_fingerprint
 from freescale.errors import DataError
+from freescale.progress import track
 
 FILES = 64
 Tables = Iterable[pa.Table]
@@ -58,11 +60,17 @@ def write(
     *,
     rows_per_group: int,
     items: int,
+    vocabulary: str = "",
     note: str = "",
     groups_per_file: int = manifests.GROUPS_PER_FILE,
+    expected_rows: int | None = None,
 ) -> Manifest:
-    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group."""
-    groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
+    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group.
+
+    `vocabulary`: fingerprint of the item keys; without one, items are their numbers. `expected_rows`: for the progress.
+    """
+    whole = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
+    groups, limit = track(_regroup(tables, rows_per_group), "writing", **whole), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
     while not stripes or stripes[-1].groups == limit:
@@ -71,7 +79,7 @@ def write(
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
-    manifest = Manifest(tuple(stripes), events, items, note)
+    manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note)
     (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
     return manifest
 
@@ -107,7 +115,7 @@ def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: i
             writers[written % FILES].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
             events += len(group["item_id"].chunk(0).flatten())
-    return Stripe(tuple(map(_seal, paths)), rows, size), events
+    return Stripe(tuple(map(_seal, track(paths, "adding checksums", unit="files"))), rows, size), events
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
