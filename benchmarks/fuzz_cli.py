@@ -1,6 +1,6 @@
 """Does every command, whatever its options and files, end soon, with a result or with an error of ours?
 
-    python benchmarks/fuzz_cli.py [--cases 2000] [--seed 0] [--only NUMBER ...] [--out FILE.json]
+    python benchmarks/fuzz_cli.py [--cases 2000] [--seed 0] [--workers 2] [--only NUMBER ...] [--out FILE.json]
 
 A case is a random command on files of which some are damaged, in a folder of its own. It must end within --seconds with
 a documented exit code. A failure says what is wrong and what to do, without a traceback; a success has written what it
@@ -10,9 +10,10 @@ again and prints everything.
 
 import argparse
 import json
-import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,34 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     numbers = options.only or range(options.cases)
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-cli-"))
-    outcomes = []
-    try:
-        with Runner(seconds=options.seconds) as runner:
-            worlds.build(folder / "world", runner)
-            for number in numbers:
-                outcomes.append(run_case(options.seed, number, folder, runner))
-                show(outcomes[-1], whole=bool(options.only))
-    finally:
-        (folder / "world" / "readonly").chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="fuzz-cli-") as folder:
+        world = Path(folder) / "world"
+        with Runner() as runner:
+            worlds.build(world, runner)
+        with ThreadPoolExecutor(options.workers) as pool:
+            parts = [numbers[i :: options.workers] for i in range(options.workers)]
+            runs = [pool.submit(run_cases, options, part, world) for part in parts]
+            outcomes = [outcome for run in runs for outcome in run.result()]
     result = summary(options.seed, outcomes)
     print(json.dumps(result, indent=1))
     record.save(options.out, [result])
     raise SystemExit(bool(result["faults"]))
+
+
+def run_cases(options: argparse.Namespace, numbers: Sequence[int], world: Path) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    with Runner(seconds=options.seconds) as runner:
+        for number in numbers:
+            outcomes.append(run_case(options.seed, number, world, runner))
+            show(outcomes[-1], whole=bool(options.only))
+            if len(outcomes) % 50 == 0:
+                print(f"{len(outcomes)} of {len(numbers)} cases", flush=True)
+    return outcomes
 
 
 def show(outcome: Outcome, *, whole: bool) -> None:

@@ -36,7 +36,7 @@ _TRAINED = (Option("--data", "input", _DATA), _NPROC)
 _RUN = Option("run", "input", _RUNS)
 _OUT = Option("out", "output", ("out/new",))
 _PAGE = Option("--out", "output", ("out/page.html", "page.html"))
-_SHORT_RUN = ("--train.max-steps", "2", "--data.shards", "4", "--data.global-batch", "16")
+_SHORT_RUN = ("--train.max-steps", "2", "--train.epochs", "1", "--data.shards", "4", "--data.global-batch", "16")
 
 
 def _config_options() -> tuple[Option, ...]:

@@ -35,9 +35,9 @@ class Outcome:
         return two if two in COMMANDS else self.case.words[0] if self.case.words else ""
 
 
-def run_case(seed: int, number: int, folder: Path, runner: Runner) -> Outcome:
-    """Run a case in a copy of `folder / "world"`."""
-    world, place = folder / "world", folder / "case"
+def run_case(seed: int, number: int, world: Path, runner: Runner) -> Outcome:
+    """Run a case in a copy of the world."""
+    place = world.with_name(f"case-{number}")
     case = cases.drawn(seed, number, world)
     worlds.copied(world, place)
     try:

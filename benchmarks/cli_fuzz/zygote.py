@@ -93,6 +93,7 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
     else:
         os.dup2(out, 1)
     os.dup2(err, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the zygote may ignore it
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(request["environment"])
     pages = int(Path("/proc/self/statm").read_text().split()[0])

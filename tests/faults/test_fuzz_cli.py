@@ -26,15 +26,14 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.fixture(scope="module")
-def folder(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    made = tmp_path_factory.mktemp("fuzz")
-    worlds.build(made / "world", runner)
-    yield made
-    (made / "world" / "readonly").chmod(0o755)
+def world(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fuzz") / "world"
+    worlds.build(made, runner)
+    return made
 
 
-def test_random_commands_end_with_a_result_or_an_error_of_ours(folder: Path, runner: Runner, whole_form: bool) -> None:
-    outcomes = [run_case(SEED, number, folder, runner) for number in range(WHOLE_CASES if whole_form else CASES)]
+def test_random_commands_end_with_a_result_or_an_error_of_ours(world: Path, runner: Runner, whole_form: bool) -> None:
+    outcomes = [run_case(SEED, number, world, runner) for number in range(WHOLE_CASES if whole_form else CASES)]
     faults = [_told(outcome) for outcome in outcomes if outcome.faults]
     assert not faults, "\n".join(faults)
     codes = [outcome.reply.code for outcome in outcomes]
@@ -46,12 +45,12 @@ def _told(outcome: Outcome) -> str:
     return f"case {outcome.case.number}: {outcome.faults}\n  {outcome.command}\n  {outcome.case.damages}"
 
 
-def test_every_command_is_among_the_cases_and_a_case_follows_from_its_number(folder: Path) -> None:
+def test_every_command_is_among_the_cases_and_a_case_follows_from_its_number(world: Path) -> None:
     assert FORMS.keys() >= COMMANDS.keys()
-    cases = [drawn(SEED, number, folder / "world") for number in range(3000)]
+    cases = [drawn(SEED, number, world) for number in range(3000)]
     joined = [" ".join(case.words[:2]) for case in cases]
     assert all(any(words.startswith(name) for words in joined) for name in COMMANDS)
-    assert drawn(SEED, 1234, folder / "world") == cases[1234]
+    assert drawn(SEED, 1234, world) == cases[1234]
 
 
 CASE = Case(0, ("data", "synth", "new"), (), Circumstances(), ("new",))
