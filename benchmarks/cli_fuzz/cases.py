@@ -3,6 +3,7 @@
 A case follows from a seed and its number alone, so that one can be run again.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,8 @@ def _call(name: str, form: Form, rng: Random) -> tuple[list[str], str]:
         words += [option.name] if option.kind == "flag" else [option.name, _value(option, mistakes, rng)]
     if rng.random() < 0.02 and name in ("train", "evaluate", "predict", "export"):
         words += ["--nproc", "2"]
-    output = placed.get(form.output, "")
-    if form.output in words:
-        output = words[len(words) - 1 - words[::-1].index(form.output) + 1]
-    return words, output
+    given = [value for name, value in itertools.pairwise(words) if name == form.output]
+    return words, given[-1] if given else placed.get(form.output, "")
 
 
 def _value(option: Option, mistakes: float, rng: Random) -> str:

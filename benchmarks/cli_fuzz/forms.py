@@ -164,7 +164,7 @@ FORMS = {
     ),
     "simulate": Form(
         (_RUN,),
-        ("--gpus", "2", "--steps", "6", "--out", "page.html"),
+        ("--gpus", "2", "--steps", "6", "--without", "priority", "--out", "page.html"),
         (
             Option("--from-data", "input", _DATA),
             Option("--model", "input", ("tiny", "run.toml", "hstu-large")),

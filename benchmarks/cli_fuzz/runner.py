@@ -1,6 +1,7 @@
 """Gives commands to a zygote and takes back what became of them."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,9 @@ class Runner:
     def __init__(self, *, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         script = Path(__file__).with_name("zygote.py")
-        self._zygote = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._zygote = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT
+        )
 
     def __enter__(self) -> "Runner":
         return self
@@ -71,7 +74,7 @@ class Runner:
             "words": list(words),
             "folder": str(folder),
             "seconds": self._seconds,
-            "environment": {**_ENVIRONMENT, "TMPDIR": str(folder / "tmp"), "HOME": str(folder)},
+            "environment": {"TMPDIR": str(folder / "tmp"), "HOME": str(folder)},
             **vars(met),
         }
         assert self._zygote.stdin is not None

@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from freescale.cli import main
+
 from .cases import Case
 from .runner import Reply
 
-_CODES = {0, 1, 2, 3, 4, 5, 6, 130}
+_CODES = {int(code) for code in re.findall(r"\b\d+\b", main._EXIT_CODES)}
 """As `freescale --help` documents them."""
 _CRASHES = re.compile(
     r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|terminate called|Segmentation fault"

@@ -20,13 +20,17 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-_IMPORTS = ("torchrec", "pyarrow.parquet", "rich.console", "rich.table", "tyro", "freescale.train.run")
+_IMPORTS = (
+    *("torchrec", "pyarrow.parquet", "pyarrow.compute", "rich.console", "rich.table", "tyro", "typeguard"),
+    *("freescale.train.run", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data_stats"),
+)
 _MEMORY = 6 << 30
 """Address space that a command may take beyond what it starts with."""
 _GRACE_SECONDS = 3.0
@@ -96,6 +100,7 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the zygote may ignore it
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # or what was found in the zygote would be used
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + _MEMORY
     for limit, value in (("AS", memory), ("CORE", 0), ("FSIZE", request["file_bytes"])):
