@@ -98,10 +98,10 @@ def figures(state: State) -> list[str]:
         speed = f"{_amount(state.done / max(state.elapsed, 1e-9), state.unit)}/s"
         counts = [f"{done}{unit}", speed] if state.done and state.total is None else []
         return [*counts, *state.details, duration(state.elapsed)]
-    known = state.seconds_left is not None
-    time = f"{duration(state.seconds_left or 0)} left" if known else f"{duration(state.elapsed)} so far"
+    left = [] if state.seconds_left is None else [f"{duration(state.seconds_left)} left"]
     counts = [f"{done} of {_amount(state.total or 0, state.unit)}{unit}"] if state.unit else []
-    return [f"{state.share:.0%}", time, *state.details, *counts]
+    so_far = [f"{duration(state.elapsed)} so far"] if not left and state.elapsed >= 1 else []
+    return [f"{state.share:.0%}", *left, *so_far, *state.details, *counts]
 
 
 def duration(seconds: float) -> str:
@@ -141,6 +141,7 @@ class Bar:
         """When a plain line was printed last, in seconds since the beginning."""
         self._began = self._changed = clock()
         self._done = 0.0
+        self._part: float | None = None
         self._left: float | None = None
         self._details: tuple[str, ...] = ()
         self.on_change: Callable[[], None] = lambda: None
@@ -151,15 +152,19 @@ class Bar:
 
     def update(self, done: float, *, details: Sequence[str] = (), seconds_left: float | None = None) -> None:
         """So much is done. `seconds_left`: where the caller knows it better than the mean speed tells."""
+        self._part = done - self._done if seconds_left is None else None
         self._done, self._details, self._changed = done, tuple(details), self._clock()
         mean = estimate(done, self._total, self._changed - self._began)
         self._left = mean if seconds_left is None else seconds_left
         self.on_change()
 
     def state(self) -> State:
-        """The work as it is now. Between two advances the time left counts down."""
-        now = self._clock()
-        left = None if self._left is None else max(0.0, self._left - (now - self._changed))
+        """The work as it is now. Between two advances the time left counts down, but not below what is certain."""
+        now, left, least = self._clock(), self._left, 0.0
+        if self._part is not None:  # the next part is not done before now
+            least = estimate(self._done + self._part, self._total, now - self._began) or 0.0
+        if left is not None:
+            left = max(least, left - (now - self._changed))
         return State(self._text, self._unit, self._done, self._total, now - self._began, left, self._details)
 
 
