@@ -64,7 +64,7 @@ class TransportError(FreeScaleError):
     exit_code = 5
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
 _TRANSIENT = (*_FULL, errno.EIO, errno.ESTALE)
@@ -78,10 +78,11 @@ class StorageError(FreeScaleError):
     exit_code = 7
 
     @staticmethod
-    def of(error: OSError, path: str | PathLike[str] = "") -> "StorageError":
-        """Describe an error of the system. `path`: what was to be written, if the error does not name it."""
-        what = error.strerror if error.filename and error.strerror else reason(error)
-        found = StorageError(what, where=str(error.filename or path), remedy=_remedy(error.errno))
+    def of(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
+        """Describe an error of the system. `output`: what the user asked to write; another file may have failed."""
+        what = error.strerror or reason(error)
+        told = f"the output cannot be written: {what}" if output else what
+        found = StorageError(told, where=str(output or error.filename or ""), remedy=_remedy(error.errno))
         if error.errno in _TRANSIENT:
             found.exit_code = FreeScaleError.exit_code  # a launcher may restart what ends with it
         return found

@@ -122,6 +122,7 @@ def test_a_log_is_imported_and_its_bad_lines_are_kept_beside_it(
         "items": 1,
         "events": 2,
         "unknown_events": 0,
+        "samples": 2,
         "set_aside": {"incomplete event": 1},
     }
     assert "1 rows set aside (1 incomplete event)" in told.err

@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 
 from freescale.data.sources import histories, importers
-from freescale.data.sources.importers import Columns, CsvStyle
+from freescale.data.sources.events import Columns
+from freescale.data.sources.files import CsvStyle
 from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError, UsageError
 from tests.support import loader
@@ -26,10 +27,10 @@ def run(
     quarantine = quarantine or Quarantine()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    opened = {key: options.pop(key) for key in ("columns", "style") if key in options}
+    opened = {key: options.pop(key) for key in ("columns", "style", "unit") if key in options}
     vocabulary = options.pop("vocabulary", None)
     events = importers.open_log(name, importers.Job(sources, scratch, quarantine, **opened))
-    log = histories.Log(events, "log", scratch, quarantine, **options)
+    log = histories.Log(events, scratch, quarantine, **options)
     return histories.write(log, tmp_path / "out", vocabulary=vocabulary)
 
 
@@ -126,7 +127,7 @@ def test_kuairand_keeps_its_signals(tmp_path: Path) -> None:
     text += "0,11,20220421,700,1650495600100,1,0,900,3000,1\n0,12,20220421,600,1650495600000,0,1,3100,3000,1\n"
     run(tmp_path, "kuairand", [write(tmp_path / "log.csv", text)])
     assert read_back(tmp_path, features=("is_click", "play_time_ms")) == {
-        0: [(12, 1650495600000, 0, 3100), (11, 1650495600100, 1, 900)]
+        0: [(12, 1650495600, 0, 3100), (11, 1650495600, 1, 900)]
     }
 
 
@@ -167,7 +168,7 @@ BAD_LINES = "user_id,item_id,timestamp\n1,5,10\n1,6,soon\n2,7,11\n,8,12\n3,9\n3,
 def test_bad_lines_stop_the_import_with_their_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 fields instead of 3") as caught:
         run(tmp_path, "events", [write(tmp_path / "log.csv", BAD_LINES)])
-    assert "log.csv, row" in caught.value.where
+    assert caught.value.where == "log.csv, line 6"
     assert not (tmp_path / "out").exists()
 
 
@@ -199,7 +200,7 @@ def test_a_later_log_keeps_the_numbers_of_an_earlier_vocabulary(tmp_path: Path) 
     [
         ("ml-1m", None, "no such file"),
         ("ml-latest", "a,b\n1,2\n", "no column 'userId'"),
-        ("events", "", "cannot be read"),
+        ("events", "", "file is empty"),
         ("events", "user_id,item_id,timestamp\n", "no usable event"),
     ],
 )

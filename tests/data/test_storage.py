@@ -100,6 +100,11 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_write_makes_its_folder(tmp_path: Path) -> None:
+    writer.write(str(tmp_path / "new" / "data"), [histories([3, 1, 2])], rows_per_group=2, items=1000)
+    assert [len(batch) for batch in loader(tmp_path / "new" / "data")] == [3]
+
+
 def test_an_existing_data_set_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine").touch()

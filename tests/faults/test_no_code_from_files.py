@@ -100,7 +100,7 @@ def log_import(folder: Path, kind: str, log: Path, vocabulary: Path | None = Non
     scratch, quarantine = folder / "scratch", Quarantine()
     scratch.mkdir()
     events = importers.open_log(kind, importers.Job([log], scratch, quarantine))
-    return histories.write(histories.Log(events, log.name, scratch, quarantine), folder / "out", vocabulary=vocabulary)
+    return histories.write(histories.Log(events, scratch, quarantine), folder / "out", vocabulary=vocabulary)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Arrow, of lines that are not UTF-8

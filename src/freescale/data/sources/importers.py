@@ -1,11 +1,5 @@
-"""Public data sets and plain event logs, opened as one lazy table of events.
+"""Public data sets and plain event logs, opened as one lazy table of events."""
 
-Every format ends in the same columns: `user_id`, `item_id` (the log's own keys), `timestamp` (where the log has a
-time), `order` (where the event stood in the log), and numeric features. Text logs are first streamed into a Parquet
-file of strings by Arrow, whose CSV reader reports every line that it cannot split; nothing may get lost without a word.
-"""
-
-import io
 import shutil
 import zipfile
 import zlib
@@ -14,204 +8,180 @@ from pathlib import Path
 from typing import NamedTuple
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
-from pyarrow import csv
 
-from freescale.data.store.quarantine import Place, Quarantine
+from freescale.data.sources import times
+from freescale.data.sources.events import FILE, NUMBER, ORDER, Columns, Events
+from freescale.data.sources.files import CsvStyle, expand, one_kind
+from freescale.data.sources.text import TextFile
+from freescale.data.store.columns import REQUIRED, is_candidate
+from freescale.data.store.quarantine import Quarantine
+from freescale.data.store.writer import output_errors
 from freescale.errors import DataError, UsageError, nearest, reason
 from freescale.log import notice
-from freescale.progress import progress
 
-
-class Columns(NamedTuple):
-    """Which columns of a log mean what."""
-
-    user: str = "user_id"
-    item: str = "item_id"
-    time: str | None = "timestamp"
-    """None: the log has no time, and the order of its lines stands for it."""
-    features: tuple[str, ...] = ()
-
-
-class CsvStyle(NamedTuple):
-    """How a text log is written."""
-
-    separator: str = ","
-    quote: str = '"'
-    """Empty: quotes mean nothing."""
-    encoding: str = "utf-8"
-
-
-_LONGEST_HEADER = 1 << 16
 _KUAIRAND = Columns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
 _MOVIELENS = Columns("userId", "movieId", "timestamp", ("rating",))
+_ML1M = ("user", "_1", "item", "_2", "rating", "_3", "time")  # "::" is read as two separators
+_SAMPLE = 10_000
+_OTHER_WAY_TO_WRITE_A_NUMBER = r"^(\+|-?0\d|-0$)"
 
 
 class Job(NamedTuple):
     """What every format gets."""
 
     sources: Sequence[Path]
+    """Files, folders and globs."""
     scratch: Path
     """A folder for unpacked files."""
     quarantine: Quarantine
     columns: Columns = Columns()
     style: CsvStyle = CsvStyle()
+    unit: times.Unit = "auto"
+
+    def text(self, number: int, source: Path) -> TextFile:
+        """One of the files, as text."""
+        return TextFile(source, self.scratch / f"text-{number}.parquet", self.quarantine, name=self.name(number))
+
+    def name(self, number: int) -> str:
+        """A file in an error: folders of a log often hold files of the same name."""
+        source = self.sources[number]
+        return source.name if len(self.sources) == 1 else str(source)
+
+    def of(self, columns: Columns, unit: times.Unit) -> "Job":
+        """The same for a format whose columns are known. Labels are read instead of its features."""
+        labels = self.columns.labels
+        return self._replace(unit=unit, columns=columns._replace(features=(), labels=labels) if labels else columns)
 
 
-def open_log(name: str, job: Job) -> pl.LazyFrame:
+def open_log(name: str, job: Job) -> Events:
     """Open a log in a named format."""
     if name not in FORMATS:
         raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
-    for source in job.sources:
-        if not source.is_file():
-            raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
+    job = job._replace(sources=expand(job.sources))
     try:
         return FORMATS[name](job)
     except DataError as error:
         error.where = error.where or ", ".join(map(str, job.sources))
         raise
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        where, remedy = ", ".join(map(str, job.sources)), "check its format, or fetch it again"
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, UnicodeError, LookupError) as error:
+        where, remedy = ", ".join(map(str, job.sources)), "check its format and --encoding, or fetch it again"
         raise DataError(f"the log cannot be read: {reason(error)}", where=where, remedy=remedy) from error
 
 
-def _ml1m(job: Job) -> pl.LazyFrame:
-    names = ["user", "_1", "item", "_2", "rating", "_3", "time"]  # "::" is read as two separators
-    frame = _read_text(job, CsvStyle(":", ""), names=names, member="ratings.dat")
-    return _events(frame, Columns("user", "item", "time", ("rating",)))
+def _ml1m(job: Job) -> Events:
+    columns, style = Columns("user", "item", "time", ("rating",)), CsvStyle(":", "")
+    return _unpacked(job.of(columns, "s"), "ratings.dat", style, names=_ML1M)
 
 
-def _movielens(job: Job) -> pl.LazyFrame:
-    return _events(_read_text(job, CsvStyle(), member="ratings.csv"), _MOVIELENS)
+def _movielens(job: Job) -> Events:
+    return _unpacked(job.of(_MOVIELENS, "s"), "ratings.csv", CsvStyle(","))
 
 
-def _lists(job: Job) -> pl.LazyFrame:
+def _kuairand(job: Job) -> Events:
+    job = job.of(_KUAIRAND, "ms")
+    files = [job.text(number, source) for number, source in enumerate(job.sources)]
+    return _events(job, [file.read_csv(CsvStyle(","), job.columns.names) for file in files])
+
+
+def _lists(job: Job) -> Events:
     """Lines of `user item item ...`; a line per event is the shortest of them."""
-    lines = _read_text(job, CsvStyle("\x01", ""), names=["line"])  # a separator that no log holds
     line = pl.col("line").str.strip_chars()
     words = line.str.split(" ")
-    users = lines.filter(line != "").select(user=words.list.first(), item=words.list.slice(1))
-    pairs = users.explode("item").filter(pl.col("item").is_not_null())  # a user may have no items
-    return _events(pairs, Columns("user", "item", None))
+    parts = []
+    for number, source in enumerate(job.sources):
+        lines = job.text(number, source).read_lines()
+        users = lines.filter(line != "").select(NUMBER, user=words.list.first(), item=words.list.slice(1))
+        parts.append(users.explode("item").filter(pl.col("item").is_not_null()))  # a user may have no items
+    return _events(job.of(Columns("user", "item", None), "auto"), parts)
 
 
-def _generic(job: Job) -> pl.LazyFrame:
-    if all(source.suffix == ".parquet" for source in job.sources):
-        return _events(pl.scan_parquet(list(job.sources)), job.columns)
-    return _events(_read_text(job, job.style), job.columns)
+def _generic(job: Job) -> Events:
+    """Files whose columns the user names, of any one kind."""
+    kind, names = one_kind(job.sources, job.style.encoding), job.columns.names
+    if kind == "parquet":
+        return _events(job, [_parquet(source, names) for source in job.sources], parquet=True)
+    files = [job.text(number, source) for number, source in enumerate(job.sources)]
+    if kind == "jsonl":
+        return _events(job, [file.read_json(job.style.encoding, names) for file in files])
+    return _events(job, [file.read_csv(job.style, names) for file in files])
 
 
-FORMATS: dict[str, Callable[[Job], pl.LazyFrame]] = {
+FORMATS: dict[str, Callable[[Job], Events]] = {
     "ml-1m": _ml1m,
     "ml-20m": _movielens,
     "ml-latest": _movielens,
     "amazon": _lists,
-    "kuairand": lambda job: _events(_read_text(job, CsvStyle()), _KUAIRAND),
+    "kuairand": _kuairand,
     "events": _generic,
 }
 
 
-def _read_text(job: Job, style: CsvStyle, *, names: Sequence[str] = (), member: str = "") -> pl.LazyFrame:
-    """Stream text logs into Parquet, every field as a string: what does not convert later is then bad, not guessed."""
-    files = []
-    for number, source in enumerate(job.sources):
-        path = _member(source, member, job.scratch) if member and source.suffix == ".zip" else source
-        files.append(job.scratch / f"text-{number}.parquet")
-        try:
-            ragged = _to_parquet(path, files[-1], style, names)
-        except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
-            remedy = "check the file, --separator and --encoding"
-            raise DataError(f"the log cannot be read: {reason(error)}", where=str(source), remedy=remedy) from error
-        for row in ragged:
-            what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
-            remedy = "mend that line, or give the right --separator and --quote"
-            job.quarantine.bad(Place(source.name, row=row.number), "malformed line", what, remedy=remedy)
-    return pl.scan_parquet(files)
-
-
-def _to_parquet(source: Path, target: Path, style: CsvStyle, names: Sequence[str]) -> list[csv.InvalidRow]:
-    """Gives the lines that cannot be split."""
-    ragged: list[csv.InvalidRow] = []
-
-    def set_aside(row: csv.InvalidRow) -> str:
-        ragged.append(row)
-        return "skip"
-
-    parse = csv.ParseOptions(delimiter=style.separator, quote_char=style.quote or False, invalid_row_handler=set_aside)
-    # One thread: only then does Arrow know the number of a bad line.
-    columns, skipped = (list(names), 0) if names else (_header(source, style, parse), 1)
-    read = csv.ReadOptions(use_threads=False, encoding=style.encoding, column_names=columns, skip_rows=skipped)
-    convert = csv.ConvertOptions(column_types=dict.fromkeys(read.column_names, pa.string()), strings_can_be_null=True)
-    with (
-        _open_text(source) as stream,
-        csv.open_csv(stream, read, parse, convert) as text,
-        pq.ParquetWriter(target, text.schema, compression="lz4") as out,
-        progress(f"reading {source.name}", total=_size(stream), unit="B") as bar,
-    ):
-        for batch in text:
-            out.write_batch(batch)
-            bar.advance(batch.nbytes) if _size(stream) is None else bar.update(stream.tell())
-    return ragged
-
-
-def _header(source: Path, style: CsvStyle, parse: csv.ParseOptions) -> list[str]:
-    """Names of the columns: Arrow wants them beforehand to read everything as text."""
-    with _open_text(source) as stream:
-        line = stream.read(_LONGEST_HEADER).split(b"\n", 1)[0]
-    return csv.read_csv(io.BytesIO(line + b"\n"), csv.ReadOptions(encoding=style.encoding), parse).column_names
-
-
-def _open_text(source: Path) -> pa.NativeFile:
-    return pa.input_stream(str(source), compression="detect")
-
-
-def _size(stream: pa.NativeFile) -> int | None:
-    """Bytes of a text; None of a compressed one, which has no size until it is read."""
-    return stream.size() if stream.seekable() else None
-
-
-def _events(frame: pl.LazyFrame, columns: Columns) -> pl.LazyFrame:
-    """Give the columns their common names and types. What does not convert becomes null."""
-    present = frame.collect_schema()
-    for name in filter(None, (columns.user, columns.item, columns.time, *columns.features)):
+def _parquet(source: Path, names: Sequence[str]) -> pl.LazyFrame:
+    rows = pl.scan_parquet(source)
+    present = rows.collect_schema().names()
+    for name in names:
         if name not in present:
-            raise DataError(f"the log has no column '{name}'", remedy=nearest(name, present.names()))
-    sample = frame.head(10_000).collect()
+            raise DataError(f"the log has no column '{name}'", where=str(source), remedy=nearest(name, present))
+    return rows.select(names).with_row_index(NUMBER)
+
+
+def _unpacked(job: Job, member: str, style: CsvStyle, names: Sequence[str] = ()) -> Events:
+    """A text file that may be packed in an archive."""
+    parts = []
+    for number, source in enumerate(job.sources):
+        path = _member(source, member, job.scratch) if source.suffix == ".zip" else source
+        parts.append(job.text(number, path).read_csv(style, job.columns.names, names=names))
+    return _events(job, parts)
+
+
+def _events(job: Job, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -> Events:
+    """Give the columns their common names and types. What does not convert becomes null."""
+    columns = job.columns
+    _refuse_names(columns)
+    numbered = [part.with_columns(pl.lit(file, pl.Int32).alias(FILE)) for file, part in enumerate(parts)]
+    table = pl.concat(numbered, how="vertical_relaxed")
+    sample = table.select(columns.names).head(_SAMPLE).collect()
+    ticks, time = 1, []
     if columns.time is None:
         notice("the log has no time: the order of its lines is taken for it, and timestamps are positions")
-    return frame.with_row_index("order").select(
+    else:
+        clock = times.clock(table, sample[columns.time], job.unit)
+        ticks, time = clock.per_second, [clock.ticks.alias("timestamp")]
+    chosen = table.select(
         _key(sample[columns.user]).alias("user_id"),
         _key(sample[columns.item]).alias("item_id"),
-        *([_time(sample[columns.time]).alias("timestamp")] if columns.time else []),
-        pl.col("order").cast(pl.Int64),
+        *time,
         *(_feature(sample[name]) for name in columns.features),
+        *(_label(sample[name]) for name in columns.labels),
+        FILE,
+        pl.col(NUMBER).cast(pl.Int64),
     )
+    order = pl.col(ORDER).cast(pl.Int64)
+    files = tuple(job.name(number) for number in range(len(job.sources)))
+    return Events(chosen.with_row_index(ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
+
+
+def _refuse_names(columns: Columns) -> None:
+    """Features keep their names, so they may not be those that a data set gives a meaning to."""
+    for name in columns.features:
+        if name in REQUIRED or is_candidate(name) or name.startswith("_"):
+            remedy = "rename that column, or leave it out of --features"
+            raise DataError(f"a feature cannot be called '{name}', which means something else", remedy=remedy)
 
 
 def _key(sample: pl.Series) -> pl.Expr:
     """Keys are integers where the whole sample is, and none would lose a leading zero; else text."""
-    text = sample.cast(pl.String)
-    whole = text.count() and text.cast(pl.Int64, strict=False).cast(pl.String).equals(text)
-    kind = pl.Int64 if sample.dtype.is_integer() or whole else pl.String
-    return pl.col(sample.name).cast(kind, strict=False)
-
-
-def _time(sample: pl.Series) -> pl.Expr:
-    """Seconds or whatever unit the log counts in; dates become seconds. What most of the sample is decides."""
-    column = pl.col(sample.name)
-    whole = column.cast(pl.Int64, strict=False)
-    if sample.dtype.is_temporal():
-        return column.dt.epoch("s")
-    if sample.dtype.is_numeric():
-        return whole
-    real = column.cast(pl.Float64, strict=False).cast(pl.Int64, strict=False)
-    date = column.str.to_datetime(strict=False).dt.epoch("s")
-    return max((whole, real, date), key=lambda way: _kept(sample, way))  # the first of equals
+    column, text = pl.col(sample.name), sample.cast(pl.String)
+    if sample.dtype.is_integer():
+        return column.cast(pl.Int64, strict=False)
+    if not text.count() or not text.cast(pl.Int64, strict=False).cast(pl.String).equals(text):
+        return column.cast(pl.String, strict=False)
+    text = column.cast(pl.String)
+    return pl.when(~text.str.contains(_OTHER_WAY_TO_WRITE_A_NUMBER)).then(text.cast(pl.Int64, strict=False))
 
 
 def _feature(sample: pl.Series) -> pl.Expr:
-    """A number as it is stored; text becomes integers where it loses nothing by it, else floats."""
+    """A number as it is stored; text becomes integers where it loses nothing by it, else 32-bit floats."""
     column = pl.col(sample.name)
     if sample.dtype.is_numeric() or sample.dtype == pl.Boolean:
         return column
@@ -222,12 +192,22 @@ def _feature(sample: pl.Series) -> pl.Expr:
     return whole if _kept(sample, whole) == _kept(sample, real) else real
 
 
+def _label(sample: pl.Series) -> pl.Expr:
+    """A number from 0 to 1; `true` and `false` are 1 and 0."""
+    column = pl.col(sample.name)
+    if sample.dtype == pl.String:
+        flags = {"true": "1", "True": "1", "TRUE": "1", "false": "0", "False": "0", "FALSE": "0"}
+        column = column.replace(flags)
+    elif not (sample.dtype.is_numeric() or sample.dtype in (pl.Boolean, pl.Null)):
+        raise DataError(f"label '{sample.name}' has type {sample.dtype}", remedy="give it numbers from 0 to 1")
+    number = column.cast(pl.Float32, strict=False)
+    name = sample.name if sample.name.startswith("label_") else f"label_{sample.name}"
+    return pl.when(number.is_between(0, 1)).then(number).alias(name)
+
+
 def _kept(sample: pl.Series, way: pl.Expr) -> int:
     """How many values of a sample convert this way; the others are bad rows."""
-    try:
-        return int(sample.to_frame().select(way.count()).item())
-    except pl.exceptions.PolarsError:  # not a single value looks like a date
-        return 0
+    return int(sample.to_frame().select(way.count()).item())
 
 
 def _member(source: Path, name: str, scratch: Path) -> Path:
@@ -239,7 +219,7 @@ def _member(source: Path, name: str, scratch: Path) -> Path:
                 remedy = "check that it is the right download"
                 raise DataError(f"the archive holds no {name}", where=str(source), remedy=remedy)
             target = scratch / f"unpacked-{name}"
-            with archive.open(found[0]) as packed, target.open("wb") as unpacked:
+            with archive.open(found[0]) as packed, output_errors(scratch), target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
             return target
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:

@@ -9,18 +9,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from freescale.errors import DataError
+from freescale.errors import DataError, FreeScaleError, reason
 
 
 class Place(NamedTuple):
-    """Where in a data set something is."""
+    """Where in a data set or a log something is.
+
+    Text is numbered by lines as editors do: from 1, with the header, blank lines and line breaks inside of quotes.
+    Parquet is numbered by rows as its readers do: from 0, in the row group where one is given, else in the file.
+    """
 
     file: str
     row_group: int | None = None
     row: int | None = None
+    line: int | None = None
 
     def __str__(self) -> str:
-        inside = {"row group": self.row_group, "row": self.row}
+        inside = {"row group": self.row_group, "row": self.row, "line": self.line}
         return ", ".join([self.file, *(f"{name} {number}" for name, number in inside.items() if number is not None)])
 
 
@@ -54,9 +59,19 @@ class Quarantine:
             self.counts[kind] += rows
             if self._path:
                 line = place._asdict() | {"rows": rows, "what": what}
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                self._record(self._path, json.dumps(line))
+
+    def _record(self, path: Path, line: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            what, remedy = (
+                f"the quarantine file cannot be written: {reason(error)}",
+                "free space, or allow writing there",
+            )
+            raise FreeScaleError(what, where=str(path), remedy=remedy) from error
 
     def summary(self) -> str:
         """Say in one line what was set aside, or nothing."""

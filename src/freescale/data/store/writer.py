@@ -3,8 +3,10 @@
 Everything is written beside the target and renamed into place at the end, so a data set is whole or not there.
 """
 
+import errno
 import mmap
 import os
+import re
 import shutil
 import struct
 import zlib
@@ -19,7 +21,7 @@ from freescale.data.store import manifest as manifests
 from freescale.data.store.files import File, sum_chunks
 from freescale.data.store.manifest import Manifest, Stripe
 from freescale.data.vocabulary import numbered_fingerprint
-from freescale.errors import DataError
+from freescale.errors import DataError, FreeScaleError, StorageError, writing
 from freescale.progress import track
 
 FILES = 64
@@ -40,22 +42,48 @@ def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
 def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        remedy = "give a new folder, or delete it first"
-        raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    beside.mkdir(parents=True)
+    with writing(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            remedy = "give a new folder, or delete it first"
+            raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
+        beside.mkdir(parents=True)
     try:
-        yield beside
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
+        with output_errors(target):
+            yield beside
+        with writing(target):
+            if target.exists():
+                target.rmdir()
+            beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+@contextmanager
+def output_errors(target: str | Path) -> Iterator[None]:
+    """Report what a disk refuses to write as that, and not as a fault of the input that is read meanwhile."""
+    try:
+        yield
+    except Exception as error:  # Arrow raises OSErrors, polars its own kind with the number in the text
+        number = _os_error(error)
+        if isinstance(error, FreeScaleError) or number not in _ONLY_WRITING:
+            raise
+        raise StorageError.of(OSError(number, os.strerror(number)), target) from error
+
+
+_ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that reading never meets."""
+
+
+def _os_error(error: BaseException) -> int:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    numbered = re.search(r"(?:os error|errno) (\d+)", str(error))
+    return int(numbered[1]) if numbered else 0
+
+
 def write(
-    folder: Path,
+    folder: str | Path,
     tables: Tables,
     *,
     rows_per_group: int,
@@ -65,10 +93,13 @@ def write(
     groups_per_file: int = manifests.GROUPS_PER_FILE,
     expected_rows: int | None = None,
 ) -> Manifest:
-    """Write histories in the order given. `tables` may be of any sizes; memory holds one table and one group.
+    """Write histories in the order given, into a folder that is made if need be.
 
-    `vocabulary`: fingerprint of the item keys; without one, items are their numbers. `expected_rows`: for the progress.
+    `tables` may be of any sizes; memory holds one table and one group. `items`: every id is below it. `vocabulary`:
+    fingerprint of the item keys; without one, items are their numbers. `expected_rows`: for the progress.
     """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     whole = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
     groups, limit = track(_regroup(tables, rows_per_group), "writing", **whole), FILES * groups_per_file
     stripes: list[Stripe] = []

@@ -1,0 +1,35 @@
+"""Imports through the command line, and what came out of them, with the log's own keys."""
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from freescale.cli.main import main
+
+LOG = ["--user", "user", "--item", "item", "--time", "time"]
+HEADER = "user,item,time\n"
+
+
+def import_events(source: Path | str, *words: str, target: Path) -> int:
+    """The exit code of an import of a log with columns user, item and time."""
+    return main(["data", "import", "events", str(source), str(target), *LOG, *words])
+
+
+def rows(target: Path) -> list[dict[str, Any]]:
+    """Rows of a data set in the order of the log, with items as the log calls them."""
+    keys = pl.read_parquet(target / "vocabulary.parquet")["key"].to_list()
+    found = pl.read_parquet(sorted(target.glob("part-*.parquet"))).to_dicts()
+    named = ("item_id", "candidate_id")
+    return [{name: [keys[i] for i in v] if name in named else v for name, v in row.items()} for row in found]
+
+
+def histories(
+    text: str | bytes, folder: Path, *words: str, name: str = "log.csv"
+) -> list[tuple[Any, list[Any], list[int]]]:
+    """Import a log of this content: users, items and times."""
+    source = folder / name
+    source.write_bytes(text if isinstance(text, bytes) else text.encode())
+    target = folder / f"data-{len(list(folder.iterdir()))}"
+    assert import_events(source, *words, target=target) == 0
+    return [(row["user_id"], row["item_id"], row["timestamp"]) for row in rows(target)]

@@ -1,0 +1,208 @@
+"""Promise: a log is read however it is separated, packed and spread over files, and what is bad in it is named by the
+line that an editor shows."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.imported import HEADER, histories, import_events, rows
+
+WANT = [(0, ["b", "a"], [1, 2])]
+LINES = "u,a,2\nu,b,1\n"
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_the_separator_is_guessed_from_the_header_and_said(
+    tmp_path: Path, separator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert histories((HEADER + LINES).replace(",", separator), tmp_path, name=f"guess-{ord(separator)}.csv") == WANT
+    assert ("fields are separated by" in capsys.readouterr().err) == (separator != ",")
+
+
+def test_a_header_with_commas_inside_its_names_does_not_mislead_the_guess(tmp_path: Path) -> None:
+    assert histories("user;item;time;a,b,c,d,e\nu;a;2;0\nu;b;1;0\n", tmp_path) == WANT
+
+
+def test_backslash_t_is_a_tab(tmp_path: Path) -> None:
+    assert histories((HEADER + LINES).replace(",", "\t"), tmp_path, "--separator", "\\t") == WANT
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--separator", "::"), "--separator '::' is not a single character"),
+        (("--separator", "§"), "not a single character"),
+        (("--quote", "''"), "--quote '''' is not a single character"),
+        (("--separator", ";", "--quote", ";"), "are the same"),
+        (("--max-history", "0"), "at least 1"),
+        (("--memory-mb", "0"), "at least 1"),
+    ],
+)
+def test_wrong_words_are_answered_before_the_log_is_read(
+    tmp_path: Path, words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert import_events(tmp_path / "nothing.csv", *words, target=tmp_path / "data") == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bom.csv", ("\ufeff" + HEADER + LINES).encode()),
+        ("crlf.csv", (HEADER + LINES).replace("\n", "\r\n").encode()),
+        ("no-end.csv", (HEADER + LINES).rstrip("\n").encode()),
+        ("blank.csv", (HEADER + "\n" + LINES + "\n\n").encode()),
+        ("packed.csv.gz", gzip.compress((HEADER + LINES).encode())),
+        ("twice.csv", b"user,x,item,x,time\nu,1,a,1,2\nu,1,b,1,1\n"),
+        ("spans.csv", b'user,item,text,time\nu,a,"two\nlines",2\nu,b,"",1\n'),
+        ("order.csv", b"order,_order,_number,user,item,time,last\n1,1,1,u,a,2,1\n1,1,1,u,b,1,1\n"),
+        ("log.jsonl", b'{"user": "u", "item": "a", "time": 2}\n\n{"item": "b", "time": "1", "user": "u", "x": [1]}\n'),
+        ("log.ndjson.gz", gzip.compress(b'{"user":"u","item":"a","time":2}\n{"user":"u","item":"b","time":1.0}')),
+    ],
+)
+def test_a_log_is_read_as_it_is_written(tmp_path: Path, name: str, content: bytes) -> None:
+    assert histories(content, tmp_path, name=name) == WANT
+
+
+def test_utf_16_is_an_encoding_like_others(tmp_path: Path) -> None:
+    text = (HEADER + "u,é,1\n").encode("utf-16")
+    assert histories(text, tmp_path, "--encoding", "utf-16") == [(0, ["é"], [1])]
+
+
+def test_folders_and_globs_are_the_files_in_them_by_name(tmp_path: Path) -> None:
+    for name, item in (("b/part-0.csv", "a"), ("a/part-0.csv", "b"), ("a/_SUCCESS", ""), ("a/.part-0.csv.crc", "")):
+        (tmp_path / "log" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "log" / name).write_text(item and f"{HEADER}u,{item},1\n")
+    for number, source in enumerate(("log", "log/*/*.csv", "log/**/*.csv")):
+        assert import_events(tmp_path / source, target=tmp_path / str(number)) == 0
+        assert [row["item_id"] for row in rows(tmp_path / str(number))] == [["b", "a"]]
+
+
+def test_files_of_parquet_may_differ_in_what_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    times = pa.array([2], pa.int32())
+    pq.write_table(pa.table({"user": ["u"], "item": ["a"], "time": times}), tmp_path / "log" / "0")
+    pq.write_table(pa.table({"x": [1], "time": [1], "item": ["b"], "user": ["u"]}), tmp_path / "log" / "1")
+    assert import_events(tmp_path / "log", target=tmp_path / "data") == 0
+    assert [row["item_id"] for row in rows(tmp_path / "data")] == [["b", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("log.json", b'[{"user": 1}]', "one JSON array"),
+        ("log.xlsx", b"PK\x03\x04...", "archive or a spreadsheet"),
+        ("log.jsonl", b'{"usr": 1, "item": 1, "time": 1}\n', "did you mean 'usr'?"),
+        ("log.csv", b"user,item,item,time\n1,2,3,4\n", "2 columns 'item'"),
+        ("log.csv", b"user,item,time\n1,\xe9,4\n", "cannot be read"),
+        ("log.parquet", HEADER.encode(), "cannot be read"),
+        ("log?.csv", None, "no file fits the pattern"),
+        ("", None, "no files"),
+    ],
+)
+def test_a_log_that_is_something_else_is_called_what_it_is(
+    tmp_path: Path, name: str, content: bytes | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    if content is not None:
+        (tmp_path / "in" / name).write_bytes(content)
+    assert import_events(tmp_path / "in" / name, target=tmp_path / "data") == 3
+    told = capsys.readouterr().err
+    assert says in told
+    assert "where:" in told
+    assert "remedy:" in told
+
+
+def test_files_of_several_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text(HEADER + LINES)
+    (tmp_path / "in" / "b.jsonl").write_text('{"user": "u", "item": "a", "time": 2}\n')
+    assert import_events(tmp_path / "in", target=tmp_path / "data") == 3
+    assert "mixes formats: a.csv is csv, b.jsonl is jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["order", "_file", "timestamp", "label_x", "candidate_id"])
+def test_a_feature_keeps_its_name_or_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.csv").write_text(f"user,item,time,{name}\nu,a,1,7\n")
+    code = import_events(tmp_path / "log.csv", "--features", name, target=tmp_path / "data")
+    assert code == (0 if name == "order" else 3)
+    assert ("cannot be called" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_key_is_never_shortened_to_the_number_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.csv").write_text(HEADER + "1,7,1\n" * 10_001 + "1,007,1\n")
+    assert import_events(tmp_path / "log.csv", target=tmp_path / "data") == 3
+    assert "log.csv, line 10003" in capsys.readouterr().err
+
+
+def set_aside(folder: Path, source: Path) -> dict[int, str]:
+    """What an import that skips bad input says, by line or row."""
+    assert import_events(source, "--on-bad", "skip", target=folder / "data") == 0
+    lines = [json.loads(line) for line in (folder / "data.quarantine.jsonl").read_text().splitlines()]
+    return {line["row"] if line["line"] is None else line["line"]: line["what"] for line in lines}
+
+
+def test_bad_input_in_text_is_named_by_its_line(tmp_path: Path) -> None:
+    lines = [
+        "user,item,text,time",
+        "u,a,x,1",
+        "",
+        'u,b,"two',
+        'lines",1',
+        "u,c",
+        "u,d,x,soon",
+        "",
+        ",e,x,1",
+        'u,"f',
+        'g",x,1',
+    ]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\nu,h,x,1,2\n")
+    found = set_aside(tmp_path, tmp_path / "log.csv")
+    assert found == {
+        6: "the line has 2 fields instead of 4",
+        7: "timestamp missing or not of its type",
+        9: "user_id missing or not of its type",
+        10: "a field spans several lines",
+        12: "the line has 5 fields instead of 4",
+    }
+
+
+def test_lines_are_right_in_a_file_of_many_blocks(tmp_path: Path) -> None:
+    text = "".join(
+        f'u{"x" * 50},i,"{n}\n",{"soon" if n % 9000 == 0 else n}\n' + "short\n" * (n % 7000 == 0) for n in range(40_000)
+    )
+    (tmp_path / "log.csv").write_text("user,item,text,time\n" + text)
+    (tmp_path / "log.csv").write_text(written := (tmp_path / "log.csv").read_text())
+    want = {n for n, line in enumerate(written.split("\n"), 1) if line == "short"}
+    want |= {n - 1 for n, line in enumerate(written.split("\n"), 1) if line == '",soon'}
+    assert set(set_aside(tmp_path, tmp_path / "log.csv")) == want
+    assert len(want) == 11
+
+
+def test_bad_input_in_json_lines_is_named_by_its_line(tmp_path: Path) -> None:
+    text = '{"user": "u", "item": 1, "time": 5}\n\nnot json\n{"user": "u", "item": 3}\n{"user": "u"\n'
+    (tmp_path / "log.jsonl").write_text(text)
+    assert sorted(set_aside(tmp_path, tmp_path / "log.jsonl")) == [3, 4, 5]
+
+
+def test_bad_input_in_parquet_is_named_by_its_row_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"user": [1, 1], "item": [1, 2], "time": [1, 2]}), tmp_path / "in" / "a.parquet")
+    bad = pa.table({"user": [1, 1, None], "item": [1, 2, 3], "time": [1, 2, 3]})
+    pq.write_table(bad, tmp_path / "in" / "b.parquet")
+    assert import_events(tmp_path / "in", target=tmp_path / "data") == 3
+    assert f"where:  {tmp_path}/in/b.parquet, row 2\n" in capsys.readouterr().err
+
+
+def test_bad_input_in_lists_of_items_is_named_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from freescale.cli.main import main
+
+    (tmp_path / "log.txt").write_text("1 2 3\n" * 6000 + "\nx 2 3\n")
+    assert main(["data", "import", "amazon", str(tmp_path / "log.txt"), str(tmp_path / "data")]) == 3
+    assert "log.txt, line 6002" in capsys.readouterr().err
