@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from freescale.cli.main import main
 from freescale.config import RECIPES, RunConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
@@ -135,6 +137,16 @@ def test_test_data_that_does_not_fit_is_refused_before_training(
     data = {"split": "none", "test_path": str(log)}
     with pytest.raises(RankError, match=r"'label_like', which data\.test_path does not have"):
         groups[1].run(evaluated, small(unseen, data=data, task={"kind": "ranking", "labels": LABELS}), str(tmp_path))
+
+
+def test_plain_parquet_is_refused_with_a_remedy_that_works(groups: dict[int, Ranks], tmp_path: Path) -> None:
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    plain.mkdir()
+    pq.write_table(histories([3, 5, 2] * 9, items=30, candidates=True), plain / "part.parquet")
+    with pytest.raises(RankError, match=f"freescale data import histories {plain} NEW_FOLDER"):
+        groups[1].run(evaluated, small(plain), str(tmp_path))
+    assert main(["data", "import", "histories", str(plain), str(made)]) == 0
+    groups[1].run(evaluated, small(made, data={"split": "last"}), str(tmp_path))
 
 
 def trained(world: World, config: RunConfig, folder: str) -> None:

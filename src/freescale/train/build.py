@@ -169,6 +169,6 @@ def _require_columns(config: RunConfig, loader: Loader) -> None:
     """Refuse data that the task cannot use, before anything is built."""
     if not loader.known.items:
         what = "nobody counted the items of this data set, so the size of the table is unknown"
-        remedy = "import it with `freescale data import`, which writes the manifest"
+        remedy = f"count them: freescale data import histories {config.data.path} NEW_FOLDER"
         raise DataError(what, where=config.data.path, remedy=remedy)
     require_labels(config, loader, "the data")

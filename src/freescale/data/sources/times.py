@@ -19,8 +19,11 @@ _NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nan
 _FIRST_MS, _FIRST_US, _FIRST_NS = 10**11, 10**14, 10**17  # in ms: 1973, in seconds: the year 5138; and so on
 _MOST = 2**63 - 1
 _NANO = TICKS["ns"]
-_DATES = ("%+", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%d")
-_DATES_WITH_HOURS = ("%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%d %H:%M:%S%.f%#z")  # an offset of hours alone: +02
+_DATES = (
+    *(f"%Y-%m-%d{between}%H:%M{seconds}" for between in "T " for seconds in (":%S%.f", ":%S%.f%#z", "")),
+    "%Y-%m-%d",
+    "%+",  # with the word UTC
+)
 
 
 class Clock(NamedTuple):
@@ -118,8 +121,6 @@ def _dates(sample: pl.Series) -> _Found:
     frame = sample.to_frame()
     read = {form: frame.select(_parsed(pl.col(sample.name), form, "us").count()).item() for form in _DATES}
     formats = sorted((form for form, count in read.items() if count), key=lambda form: -read[form])
-    if sum(read.values()) < sample.count():
-        formats += _DATES_WITH_HOURS
     both = pl.coalesce(_parsed(pl.col(sample.name), form, "us") for form in formats or _DATES)
     return _Found(frame.select(both.count()).item(), formats)
 
