@@ -78,10 +78,10 @@ class StorageError(FreeScaleError):
     exit_code = 7
 
     @staticmethod
-    def of(error: OSError, path: str | PathLike[str] = "") -> "StorageError":
-        """Describe an error of the system. `path`: what was to be written, if the error does not name it."""
-        what = error.strerror if error.filename and error.strerror else reason(error)
-        found = StorageError(what, where=str(error.filename or path), remedy=_remedy(error.errno))
+    def of(error: OSError, path: str | PathLike[str] = "", *, doing: str = "using a file") -> "StorageError":
+        """Describe an error of the system. `path`: what it was about, if the error does not name it."""
+        why = error.strerror if error.filename and error.strerror else reason(error)
+        found = StorageError(f"{doing} failed: {why}", where=str(error.filename or path), remedy=_remedy(error.errno))
         if error.errno in _TRANSIENT:
             found.exit_code = FreeScaleError.exit_code  # a launcher may restart what ends with it
         return found
@@ -93,7 +93,7 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError.of(error, path) from error
+        raise StorageError.of(error, path, doing="writing") from error
 
 
 def is_of_files(error: OSError) -> bool:

@@ -1,6 +1,7 @@
 """What the commands on a trained model share: its run, on one rank or many."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ import tyro
 
 from freescale.checkpoint.lock import RunLock
 from freescale.cli import preflight
+from freescale.errors import writing
 from freescale.launch import launched_instead
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def on_ranks(
 
         config = config_of(options.run, options.data)
         world = join(deadline=config.train.deadline)
-        work(open_run(options.run, config, world))
+        saved = open_run(options.run, config, world)
+        with writing(out) if out is not None else nullcontext():
+            work(saved)
         leave()
         return 0
