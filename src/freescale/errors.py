@@ -81,7 +81,7 @@ class StorageError(FreeScaleError):
     def of(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
         """Describe an error of the system. `output`: what the user asked to write; another file may have failed."""
         what = error.strerror or reason(error)
-        told = f"the output cannot be written: {what}" if output else what
+        told = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
         found = StorageError(told, where=str(output or error.filename or ""), remedy=_remedy(error.errno))
         if error.errno in _TRANSIENT:
             found.exit_code = FreeScaleError.exit_code  # a launcher may restart what ends with it

@@ -1,6 +1,7 @@
 """What the commands on a trained model share: its run, on one rank or many."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import tyro
 from freescale.checkpoint.lock import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import Flag
+from freescale.errors import writing
 from freescale.launch import launched_instead
 from freescale.progress import progress
 
@@ -38,10 +40,10 @@ def on_ranks(
     preflight.use(options.run, options.data)
     with RunLock(out or options.run) as lock:
         code = launched_instead(words, ranks=options.nproc, lock=lock if out is not None else None)
-        return code if code is not None else _open_and_work(options, work)
+        return code if code is not None else _open_and_work(options, work, out)
 
 
-def _open_and_work(options: RunOptions, work: Callable[["Saved"], None]) -> int:
+def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Path | None) -> int:
     """What every rank does."""
     with progress("starting"):
         from freescale.train.saved import config_of, open_run
@@ -51,6 +53,7 @@ def _open_and_work(options: RunOptions, work: Callable[["Saved"], None]) -> int:
         world = join(deadline=config.train.deadline)
     with progress(f"loading {options.run}"):
         saved = open_run(options.run, config, world)
-    work(saved)
+    with writing(out) if out is not None else nullcontext():
+        work(saved)
     leave()
     return 0

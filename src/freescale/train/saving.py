@@ -15,7 +15,7 @@ from freescale.balance.cost import Cost
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
-from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part
 from freescale.config import RunConfig, to_toml
 from freescale.data.identity import DataIdentity, require_recorded
 from freescale.embedding.sharded import ShardedTables
@@ -131,7 +131,9 @@ class Saving:
                 self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
                 store.set_aside(newest)
         remedy = "start anew with another --out; what was damaged is still there"
-        raise CheckpointError("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
+        # Ranks that were restarted begin again from nothing. For a user who asked to resume, that would be a surprise.
+        kind = CheckpointError if generation() else MismatchError
+        raise kind("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
 
     def note_recovery(self) -> None:
         """Once, when the first step is done after a start that followed a loss: how long that took."""
