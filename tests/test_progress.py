@@ -17,7 +17,7 @@ import pytest
 
 from freescale import progress as module
 from freescale.cli.main import COMMANDS, main
-from freescale.progress import Bar, State, estimate, fitted, line_is_due, plain, progress, track
+from freescale.progress import Bar, Display, State, estimate, fitted, line_is_due, plain, progress, session, track
 
 _BRIEF = {"config", "runs"}
 """Commands that never take long."""
@@ -58,7 +58,7 @@ def test_no_time_is_promised_without_a_total_or_a_beginning() -> None:
 def test_a_plain_line_comes_after_ten_seconds_and_then_every_thirty() -> None:
     printed: list[float] = []
     for second in range(100):
-        if line_is_due(float(second), printed[-1] if printed else None):
+        if line_is_due(float(second), second - printed[-1] if printed else None):
             printed.append(float(second))
     assert printed == [10, 40, 70]
 
@@ -85,17 +85,49 @@ def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state:
 def test_a_line_fits_its_terminal(width: int, total: int | None, text: str) -> None:
     details = ("loss 7.1234", "12,345 samples/s", "1,234,567 tokens/s")
     line = fitted(State(text, "steps", 1234, total, 3600.0, 7200.0, details), width)
-    assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}") < width
+    assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}^C") < width
     assert (line.bar > 0) == (total is not None)
     assert total is None or width < 60 or "2:00:00 left" in line.figures, "the time left is dropped last"
     assert width < 120 or text != "training" or "tokens/s" in line.figures
 
 
+def test_lines_follow_the_clock_of_the_command_through_all_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    display = Display(clock)
+    display.begin()
+    printed: dict[float, str] = {}
+    for part in range(9):  # of 7 seconds each: none takes long enough for a line of its own
+        bar = Bar(f"part {part}", in_background=False, clock=clock)
+        display.open(bar)
+        for _ in range(7):
+            clock.now += 1
+            display.tick()
+            if line := capsys.readouterr().err:
+                printed[clock.now - 100] = line
+        display.close(bar)
+    assert printed == {10: "part 1: 0:03\n", 40: "part 5: 0:05\n"}
+
+
+def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    display = Display(clock)
+    display.begin()
+    display.open(Bar("outer", in_background=False, clock=clock))
+    clock.now += 10
+    display.open(Bar("inner", in_background=False, clock=clock))
+    clock.now += 1
+    display.tick()
+    assert capsys.readouterr().err == "outer: 0:11\n"
+    clock.now += 30
+    display.tick()
+    assert capsys.readouterr().err == "inner: 0:31\n"
+
+
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What a piece of work prints where the first line comes at once."""
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)
-    with progress("work", total=4, at_once=True, in_background=False) as bar:
-        bar.advance()
+    with session(), progress("work", total=4, at_once=True, in_background=False):
+        pass
     return capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@
     for batch in track(loader, "evaluating", unit="batches"):
         ...
 
-Work that ends within two seconds shows nothing. Nested work shows one line only, that of the innermost part: other
+A command that ends within two seconds shows nothing. Nested work shows one line only, that of the innermost part: other
 processes of a run print above a bar by clearing a single line. Rank 0 alone shows progress, and nobody with `--quiet`.
 """
 
@@ -30,6 +30,8 @@ FIRST_LINE_SECONDS, LINE_SECONDS = 10.0, 30.0
 """Without a terminal: when the first plain line is printed, and the time between lines."""
 _TICK_SECONDS = 0.25
 _WIDEST_BAR, _NARROWEST_BAR = 40, 8
+_FREE = 3
+"""Columns at the end of a line: a terminal echoes ^C there, and must not wrap."""
 _SPINNER = "|/-\\"
 
 
@@ -66,9 +68,9 @@ def estimate(done: float, total: float | None, elapsed: float) -> float | None:
     return None if total is None or done <= 0 else elapsed * max(0.0, total - done) / done
 
 
-def line_is_due(elapsed: float, last: float | None) -> bool:
-    """Whether to print a plain line now. `last`: when the one before was printed."""
-    return elapsed >= (FIRST_LINE_SECONDS if last is None else last + LINE_SECONDS)
+def line_is_due(elapsed: float, since_last: float | None) -> bool:
+    """Whether to print a plain line, so many seconds after work began and after the last line, if there was one."""
+    return elapsed >= FIRST_LINE_SECONDS if since_last is None else since_last >= LINE_SECONDS
 
 
 def plain(state: State) -> str:
@@ -78,16 +80,16 @@ def plain(state: State) -> str:
 
 def fitted(state: State, width: int) -> Fitted:
     """The line for a terminal of `width` columns: figures that do not fit are left out, the least important first."""
-    text = _shortened(state.text, width // 2)
+    text, room = _shortened(state.text, 2 * width // 5), width - _FREE
     least = _NARROWEST_BAR + 1 if state.share is not None else 2  # a bar, or a spinner
     kept: list[str] = []
     for figure in figures(state):
-        if len("  ".join([text, *kept, figure])) + least > width - 1:
+        if len("  ".join([text, *kept, figure])) + least > room:
             break
         kept.append(figure)
     tail = "  ".join(kept)
-    room = width - 1 - len(text) - 1 - len(tail) - 2
-    return Fitted(text, 0 if state.share is None else max(0, min(_WIDEST_BAR, room)), tail)
+    columns = room - len(text) - 1 - len(tail) - 2
+    return Fitted(text, 0 if state.share is None else max(0, min(_WIDEST_BAR, columns)), tail)
 
 
 def figures(state: State) -> list[str]:
@@ -137,8 +139,6 @@ class Bar:
     ) -> None:
         self._text, self._total, self._unit, self._clock = text, total, unit, clock
         self.at_once, self.in_background = at_once, in_background
-        self.last_line: float | None = None
-        """When a plain line was printed last, in seconds since the beginning."""
         self._began = self._changed = clock()
         self._done = 0.0
         self._part: float | None = None
@@ -171,11 +171,25 @@ class Bar:
 class Display:
     """The bars of this process, innermost last. A thread draws them, so that a long call of a library shows too."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        """When the command began whose parts are shown; None where bars belong to no command."""
+        self._last_line: float | None = None
         self._bars: list[Bar] = []
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._stop_ticking = threading.Event()
+
+    def begin(self) -> None:
+        """Count time from here on: a command begins."""
+        self._began, self._last_line = self._clock(), None
+
+    def end(self) -> None:
+        """Clear the terminal of bars whose work ended without a word."""
+        self._began = None
+        for bar in reversed(self._bars):
+            self.close(bar)
 
     def open(self, bar: Bar) -> None:
         """Show a bar from now on."""
@@ -189,7 +203,7 @@ class Display:
 
     def close(self, bar: Bar) -> None:
         """Show a bar no longer: the terminal is as it was, or shows the work around it."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             self._bars = [other for other in self._bars if other is not bar]
             self._tick_in_background_if_wanted()
             if self._live is None:
@@ -200,11 +214,6 @@ class Display:
             live, self._live = self._live, None
             live.stop()
 
-    def close_all(self) -> None:
-        """Clear the terminal of bars whose work ended without a word."""
-        for bar in reversed(self._bars):
-            self.close(bar)
-
     def tick(self) -> None:
         """Draw the bar again, or print its line if that is due."""
         with self._lock, suppress(OSError):  # work does not fail because its progress cannot be written
@@ -212,15 +221,21 @@ class Display:
                 return
             if on_terminal():
                 self._draw()
-            elif line_is_due((state := bar.state()).elapsed, bar.last_line):
-                bar.last_line = state.elapsed
-                sys.stderr.write(f"{plain(state)}\n")
+            elif line_is_due(self._elapsed(), None if self._last_line is None else self._clock() - self._last_line):
+                self._last_line = self._clock()
+                sys.stderr.write(f"{plain(bar.state())}\n")
                 sys.stderr.flush()
 
     def _innermost(self) -> Bar | None:
-        """The innermost bar that takes long enough to be shown."""
-        shown = (bar for bar in reversed(self._bars) if bar.at_once or bar.state().elapsed >= SHOW_SECONDS)
-        return next(shown, None)
+        """The innermost bar that takes long enough to be shown; in a command that does, at least the outermost."""
+        shown = [bar for bar in self._bars if bar.at_once or bar.state().elapsed >= SHOW_SECONDS]
+        if not shown and self._bars and self._elapsed() >= SHOW_SECONDS:
+            shown = self._bars[:1]
+        return shown[-1] if shown else None
+
+    def _elapsed(self) -> float:
+        """Seconds since the command began, or the outermost bar where there is no command."""
+        return self._bars[0].state().elapsed if self._began is None else self._clock() - self._began
 
     def _tick_in_background_if_wanted(self) -> None:
         """Work that asks for silence in the background, a measurement, gets it, whatever surrounds it."""
@@ -319,11 +334,12 @@ def track(
 @contextmanager
 def session() -> Iterator[None]:
     """Around a command: however it ends, no bar is left and the next command is not quiet."""
+    _display.begin()
     try:
         yield
     finally:
         set_quiet(False)
-        _display.close_all()
+        _display.end()
 
 
 def set_quiet(quiet: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
-from freescale.errors import reason
+from freescale.errors import UsageError, reason
 from freescale.progress import progress
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Check first; what is wrong is not timed."""
     options = parse(Options, argv, prog)
+    if min(options.batch, options.longest, options.heads, options.width, options.rounds) < 1:
+        raise UsageError("every count must be at least 1", remedy=f"see {prog} --help")
     with progress("loading torch"):
         import numpy as np
         import torch

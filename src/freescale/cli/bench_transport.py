@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from freescale import page
 from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
+from freescale.errors import UsageError
 from freescale.launch import launched_instead
 from freescale.progress import progress
 
@@ -39,6 +40,8 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options = parse(Options, argv, prog)
+    if min(options.kib, default=0) < 1:
+        raise UsageError("--kib takes sizes of at least 1", remedy=f"see {prog} --help")
     if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
         return code
     with progress("starting"):

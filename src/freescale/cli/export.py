@@ -38,4 +38,4 @@ def run(argv: Sequence[str], prog: str) -> int:
         if saved.world.leads:
             say(*(str(options.out / name) for name in files))
 
-    return on_ranks(options, ["export", *argv], work)
+    return on_ranks(options, ["export", *argv], work, out=options.out)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from freescale import config
-from freescale.errors import FreeScaleError, UsageError
+from freescale.errors import FreeScaleError, UsageError, writing
 from freescale.log import failure
 from freescale.progress import set_quiet
 
@@ -92,8 +92,9 @@ def require_gpu(device: str) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page, and the folder that it is in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def say(*lines: str) -> None:

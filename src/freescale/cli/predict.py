@@ -45,4 +45,4 @@ def run(argv: Sequence[str], prog: str) -> int:
             fewer = f"; for {short:,} of them fewer can be recommended" if short else ""
             say(f"{options.out}: {'up to ' if short else ''}{options.k} items for each of {users:,} users{fewer}")
 
-    return on_ranks(options, ["predict", *argv], work)
+    return on_ranks(options, ["predict", *argv], work, out=options.out)

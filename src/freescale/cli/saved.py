@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.cli.options import Flag
 from freescale.launch import launched_instead
 from freescale.progress import progress
@@ -29,10 +31,18 @@ class RunOptions:
     """Show no progress, only results, notes and errors."""
 
 
-def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
-    """Open the run on every rank and let each do its part of the work."""
-    if (code := launched_instead(words, ranks=options.nproc)) is not None:
-        return code
+def on_ranks(
+    options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None], *, out: Path | None = None
+) -> int:
+    """Open the run on every rank and let each do its part of the work. `out`: the folder that it writes."""
+    preflight.use(options.run, options.data)
+    with RunLock(out or options.run) as lock:
+        code = launched_instead(words, ranks=options.nproc, lock=lock if out is not None else None)
+        return code if code is not None else _open_and_work(options, work)
+
+
+def _open_and_work(options: RunOptions, work: Callable[["Saved"], None]) -> int:
+    """What every rank does."""
     with progress("starting"):
         from freescale.train.saved import config_of, open_run
         from freescale.transport.world import join, leave

@@ -4,7 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
+from freescale.config import RunConfig
 from freescale.launch import launched_instead
 from freescale.launch.hosts import Hosts
 from freescale.progress import progress
@@ -22,16 +25,22 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Train here, or start the ranks that do."""
     options, config = parse_run(_parser(prog), argv)
     hosts = Hosts.parse(options.hosts, options.meet)
-    code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
-    if code is not None:
-        return code
+    out = options.out or Path("runs") / Path(options.source).stem
+    preflight.train(config, out, options, joins=hosts is not None)
+    with RunLock(out) as lock:
+        start = {"ranks": options.nproc, "hosts": hosts, "restarts": options.restarts, "lock": lock}
+        code = launched_instead(["train", *argv], **start)
+        return code if code is not None else _train(options, config, out)
+
+
+def _train(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
+    """What every rank does."""
     with progress("starting"):
         from freescale.train.run import train
         from freescale.transport.world import join
 
         world = join(deadline=config.train.deadline)
     asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
-    out = options.out or Path("runs") / Path(options.source).stem
     return train(config, world, out, **asked)
 
 

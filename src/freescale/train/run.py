@@ -8,10 +8,12 @@ runs/latest                a link to the newest run
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import store
+from freescale.checkpoint.listing import require_start
 from freescale.data.identity import DataIdentity, require_recorded
 from freescale.data.store.dataset import Dataset
 from freescale.errors import INTERRUPTED, UsageError
@@ -34,11 +36,8 @@ def train(
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)
     again = generation() > 0
-    if newest is not None and not resume and not again:
-        remedy = "add --resume, or choose another --out"
-        raise UsageError(f"there is a run in {folder} already", where=str(newest), remedy=remedy)
-    if newest is None and resume and not again:
-        raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
+    if not again:
+        require_start(folder, newest, resume=resume)
     if newest is not None:
         _compare(config, newest, world, accept_changes=accept_changes)
     with progress("building the model"):
@@ -81,7 +80,12 @@ def _save_config(config: configs.RunConfig, path: Path, *, step: int) -> None:
 
 
 def _link(folder: Path) -> None:
-    latest = folder.parent / "latest"
+    """Let `latest` point to a run, at once: several runs may end up beside each other."""
+    run = folder.resolve()  # --out may be `latest` itself
+    beside = run.with_name(f".latest-{os.getpid()}")
     with contextlib.suppress(OSError):  # a file system without links loses a convenience, nothing else
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(folder.name)
+        beside.symlink_to(run.name)
+        try:
+            beside.replace(run.with_name("latest"))
+        finally:
+            beside.unlink(missing_ok=True)
