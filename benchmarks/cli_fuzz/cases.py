@@ -36,7 +36,7 @@ def drawn(seed: int, number: int, world: Path) -> Case:
     words, output = _call(name, FORMS[name], rng)
     if rng.random() < 0.15:
         words, output = _disturbed(words, rng), ""
-    damages = _damages(words, world, rng) if rng.random() < 0.45 else ()
+    damages = _damages(words[len(name.split()) :], world, rng) if rng.random() < 0.45 else ()
     return Case(number, tuple(words), damages, _circumstances(name, rng), (output,) if output else ())
 
 

@@ -1,6 +1,8 @@
 """How every command is called: its options, what is a good value for each, and what keeps a valid call short."""
 
 import dataclasses
+import importlib
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from freescale.cli.main import COMMANDS
@@ -12,7 +14,8 @@ class Option(NamedTuple):
 
     name: str
     kind: str
-    """Of bad values: see `values`. "work": a whole number from which as much work follows. "flag": it has no value."""
+    """Of bad values: see `values`. "work": a whole number from which as much work follows. "ranks":
+    processes to start. "flag": it has no value."""
     good: tuple[str, ...] = ()
 
 
@@ -31,7 +34,7 @@ class Form(NamedTuple):
 _DATA = ("data/tiny", "data/other", "data/ranking")
 _RUNS = ("runs/tiny", "runs/other", "runs/ranking", "runs/latest")
 _JSON = Option("--json", "flag")
-_NPROC = Option("--nproc", "work", ("1",))
+_NPROC = Option("--nproc", "ranks", ("1",))
 _TRAINED = (Option("--data", "input", _DATA), _NPROC)
 _RUN = Option("run", "input", _RUNS)
 _OUT = Option("out", "output", ("out/new",))
@@ -60,6 +63,8 @@ def _field_option(name: str, kind: object, default: object) -> Option:
         return Option(flag, "flag")
     if name.endswith("path"):
         return Option(flag, "input", _DATA)
+    if Path in (kind, *get_args(kind)):
+        return Option(flag, "output", ("out/more",))
     if kind is int:
         return Option(flag, "work", (str(default), "1", "2"))
     return Option(
@@ -152,7 +157,7 @@ FORMS = {
     ),
     "runs": Form((Option("folder", "input", ("runs", "runs", "empty")),), (), (_JSON,), weight=4),
     "report": Form(
-        (_RUN,),
+        (Option("runs", "input", _RUNS),),
         (),
         (
             Option("--from-kineto", "input", ("traces",)),
@@ -209,5 +214,19 @@ FORMS = {
     "predict": Form((_RUN, _OUT), (), (*_TRAINED, Option("--k", "int", ("1", "10", "100"))), output="out", weight=7),
     "export": Form((_RUN, _OUT), (), _TRAINED, output="out", weight=7),
 }
-"""Every command. A new one is fuzzed with the options that all have until it gets a form."""
-FORMS |= {name: Form((), (), (_JSON,), weight=1) for name in COMMANDS if name not in FORMS}
+"""Every command, with the options of which something is known."""
+
+
+def _completed(name: str, form: Form) -> Form:
+    """The form of a command with all its other options, as its own parser declares them."""
+    schema = getattr(importlib.import_module(COMMANDS[name].module), "Options", None)
+    if schema is None:
+        return form
+    known = {option.name for option in (*form.positional, *form.options)}
+    hints = get_type_hints(schema)
+    optional = [f for f in dataclasses.fields(schema) if f.default is not dataclasses.MISSING and f.name not in known]
+    others = [_field_option(f.name, hints[f.name], f.default) for f in optional]
+    return form._replace(options=form.options + tuple(option for option in others if option.name not in known))
+
+
+FORMS = {name: _completed(name, FORMS.get(name, Form((), (), ()))) for name in COMMANDS}
