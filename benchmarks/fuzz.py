@@ -54,6 +54,8 @@ from freescale.simulate.operations import Machine
 from freescale.simulate.popularity import Popularity
 from freescale.simulate.whatif import Question, Techniques, run
 from freescale.simulate.workload import Model
+from freescale.train import curves
+from freescale.train.journal import Journal, damaged_lines, entries
 
 SECONDS, MEMORY = 20.0, 3 << 30
 Files = Mapping[str, bytes]
@@ -420,7 +422,7 @@ def read_trace_folder(folder: Path) -> None:
 def drawn(found: Recorded) -> None:
     """What `freescale report` does."""
     headline(summarize(found.intervals))
-    assert "<script" not in report("a run", found, chosen(found.samples))
+    assert "<script" not in "".join(report(found, chosen(found.samples)))
     json.dumps(trace_of(found.samples))
 
 
@@ -451,6 +453,12 @@ def valid_run() -> Files:
         for rank in (0, 1):
             kept.samples([samples[rank] for samples in found.samples.values()])
         config.save(RECIPES["tiny"], Path(folder) / "config.toml")
+        journal = Journal(Path(folder), leads=True, steps=2, quiet=True)
+        journal.start(0, ranks=2, reason="new run")
+        for step in (1, 2):
+            journal.write({"kind": "train", "step": step, "loss": 3.0 / step, "grad_norm": 1.0})
+        journal.write({"kind": "evaluate", "step": 2, "hr@10": 0.5})
+        journal.start(1, ranks=1, reason="resumed")
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -482,6 +490,8 @@ def run_inputs() -> Inputs:
 def read_run(folder: Path) -> None:
     """What `freescale report` does, then what `freescale simulate` does."""
     drawn(records.read(folder))
+    noted = curves.Run("a run", list(entries(folder)), damaged_lines(folder))
+    assert "<script" not in "".join([curves.headline(noted), *curves.training([noted]), *curves.training([noted] * 2)])
     config.load(folder / "config.toml")
     assert records.read_machine(folder).ranks > 0
     calibrate.computes(records.read_samples(folder))

@@ -1,4 +1,4 @@
-"""Small data sets for tests, and the loader's batches as plain lists."""
+"""Small data sets for tests, the loader's batches as plain lists, and the command line in this process."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,11 +8,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from freescale import log
+from freescale.cli.main import main
 from freescale.config import DataConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.data.store import writer
 from freescale.data.store.manifest import Manifest
+
+
+def freescale(words: Sequence[str]) -> int:
+    """Run a command of one rank in this process, and give its exit code."""
+    import torch.distributed as dist
+
+    log._said.clear()  # notices are printed once per process
+    try:
+        return main(words)
+    finally:
+        if dist.is_initialized():  # a command that failed ends with its process, which leaves its group
+            dist.destroy_process_group()
 
 
 def lists(lengths: Sequence[int], values: Any, kind: pa.DataType | None = None) -> pa.ListArray:

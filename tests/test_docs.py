@@ -69,3 +69,14 @@ def test_the_commands_page_is_what_the_commands_say() -> None:
     asked = f"import runpy; print(runpy.run_path({str(script)!r})['page'](), end='')"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert said.stdout == script.with_suffix(".md").read_text(), "run python docs/reference/commands.py"
+
+
+@pytest.mark.parametrize("name", ["config", "python"])
+def test_the_reference_is_what_the_source_says(name: str) -> None:
+    script = ROOT / "docs" / "reference" / f"{name}.py"
+    assert runpy.run_path(str(script))["page"]() == script.with_suffix(".md").read_text(), f"run python {script}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_is_readable_without_a_generator(page: Path) -> None:
+    assert not re.search(r"^:::", page.read_text(), re.MULTILINE), "this directive shows as text in a checkout"

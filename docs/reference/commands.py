@@ -13,8 +13,13 @@ from freescale.cli.main import main as freescale
 _HEAD = """# Commands
 
 `freescale COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty
-install, 5 a rank lost, 6 NaN or overflow, 130 interrupted. `--json` prints what a program can read; errors go to
-stderr and say what, where, and the remedy.
+install, 5 a rank lost, 6 NaN or overflow, 7 a file or folder that may not be used, 130 interrupted. `--json` prints
+what a program can read; errors go to stderr and say what, where, and the remedy.
+
+A command that takes longer than two seconds shows its progress on stderr: on a terminal a bar with the time left,
+elsewhere a line after ten seconds and then every thirty; `--quiet` turns it off. Results go to stdout, so
+`> result.json` holds nothing else. Of several ranks only rank 0 shows progress. Benchmarks draw between their
+measurements, never during one.
 """
 
 

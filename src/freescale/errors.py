@@ -5,7 +5,10 @@ library raises one of these instead, with the original as its cause.
 """
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
 
 INTERRUPTED = 130
 """The exit code of who was asked to end."""
@@ -59,6 +62,54 @@ class TransportError(FreeScaleError):
     """Data that did not arrive from another rank."""
 
     exit_code = 5
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
+_TRANSIENT = (*_FULL, errno.EIO, errno.ESTALE)
+"""A disk may have space again in a minute, and a file server may be back."""
+_OF_FILES = (*_TRANSIENT, *_FORBIDDEN, *_IN_THE_WAY, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+class StorageError(FreeScaleError):
+    """A file or a folder that the system does not let us read or write. Exit code 1 where trying again may help."""
+
+    exit_code = 7
+
+    @staticmethod
+    def of(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
+        """Describe an error of the system. `output`: what the user asked to write; another file may have failed."""
+        what = error.strerror or reason(error)
+        told = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
+        found = StorageError(told, where=str(output or error.filename or ""), remedy=_remedy(error.errno))
+        if error.errno in _TRANSIENT:
+            found.exit_code = FreeScaleError.exit_code  # a launcher may restart what ends with it
+        return found
+
+
+@contextmanager
+def writing(path: str | PathLike[str]) -> Iterator[None]:
+    """Raise what the system refuses meanwhile as a StorageError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(error, path) from error
+
+
+def is_of_files(error: OSError) -> bool:
+    """Whether an error of the system is about a file, rather than a connection or a process."""
+    return error.errno in _OF_FILES
+
+
+def _remedy(number: int | None) -> str:
+    if number in _FULL:
+        return "free some space there, or choose another place"
+    if number in _FORBIDDEN:
+        return "choose a place that you may write to, or change its permissions"
+    if number in _IN_THE_WAY:
+        return "something else has that name: choose another"
+    return "see that the path exists and can be written"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_CLEAR_LINE = "\r\033[K"
+"""A process of this run may have a progress bar there, which it draws again underneath."""
+
 
 def _write(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
     sys.stderr.flush()
 
 

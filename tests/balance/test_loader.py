@@ -182,6 +182,21 @@ def test_a_rank_whose_loader_ends_earlier_goes_on_with_what_others_give(groups: 
         assert [rank[step][1] for rank in results] == [2 / len(samples)] * 2
 
 
+def without_batches(world: World, empty: list[int]) -> str:
+    data = Histories()
+    loader = [] if world.rank in empty else [padded([data[0]]), padded([data[1]])]
+    with pytest.raises(DataError) as caught:
+        list(balanced(loader, "padded", False, deadline=20.0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("empty", [[1], [0, 1]])
+def test_a_loader_without_batches_is_named_on_all_ranks_at_once(groups: dict[int, Ranks], empty: list[int]) -> None:
+    for said in groups[2].run(without_batches, empty):
+        assert f"no batch at all: {', '.join(map(str, empty))}" in said
+        assert "remedy" in said
+
+
 def broken_off(world: World, kind: str, more: dict[str, Any]) -> tuple[list[list[int]], list[list[int]], int]:
     """Samples of each step: of three steps and then of all, and what the loader says is its length."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers

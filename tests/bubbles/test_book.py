@@ -108,9 +108,15 @@ def test_a_run_in_the_same_folder_begins_where_it_is_resumed(
     groups[2].run(foreign, str(tmp_path), 40, 30)
     assert [interval.step for interval in records.read_intervals(tmp_path)] == [10, 20, 30, 40, 50, 60, 70]
     assert max(records.read_samples(tmp_path)) <= 70
-    groups[1].run(foreign, str(tmp_path), 20, 50)  # on another number of ranks: only that part is told
-    assert [interval.step for interval in records.read_intervals(tmp_path)] == [60, 70]
-    assert summarize(records.read_intervals(tmp_path)).ranks == 1
+    groups[1].run(foreign, str(tmp_path), 20, 45)  # on another number of ranks, from amid an interval
+    intervals = records.read_intervals(tmp_path)
+    assert [interval.step for interval in intervals] == [10, 20, 30, 40, 45, 50, 60, 65]
+    assert [interval.steps for interval in intervals] == [9, 10, 10, 9, 5, 4, 10, 5]  # each start warms up once
+    assert [interval.ranks for interval in intervals] == [2, 2, 2, 2, 2, 1, 1, 1]
+    summary = summarize(intervals)
+    assert (summary.steps, summary.ranks, summary.world_sizes) == (62, 1, (2, 1))
+    first, last = summarize(intervals[:5]), summarize(intervals[5:])
+    assert summary.step_ms == pytest.approx((first.step_ms * 43 + last.step_ms * 19) / 62)
 
 
 class Slow(torch.autograd.Function):

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,13 @@ from freescale.bubbles.events import CAUSES
 from freescale.bubbles.report import COLOURS, chosen, report
 from freescale.bubbles.summary import summarize
 from freescale.cli.main import main
+from freescale.train import curves
 from tests.bubbles.kineto_traces import cuda_traces
 from tests.bubbles.made_up import steps
 from tests.test_page import Links, in_browser
 
+FIGURES = ["loss", "samples/s", "tokens/s", "lr", "tables_lr", "grad_norm", "grad_norm_max", "unique_ids"]
+FIGURES += ["colliding_ids", "imbalance_before", "imbalance_after", "moved_tokens"]
 LOOK = """
 <script>
 const cut = [], over = [];
@@ -52,26 +58,142 @@ def written(folder: Path, ranks: int, count: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 12), (8, 40), (256, 100)])
-def test_the_page_is_readable_in_a_browser_and_asks_for_nothing(tmp_path: Path, ranks: int, count: int) -> None:
-    run = written(tmp_path / "run", ranks, count)
-    assert main(["report", str(run)]) == 0
-    text = (run / "bubbles" / "report.html").read_text()
+def noted(run: Path, steps: int, *, restarts: Sequence[int] = (), scale: float = 1.0) -> Path:
+    """The metrics of a training of so many steps, restarted at some, in the file that a real one writes."""
+    starts = {step: {"kind": "start", "step": step, "ranks": 2, "reason": "a rank was lost"} for step in (0, *restarts)}
+    lines = []
+    for step in range(0, steps + 1, 10):
+        lines += [starts[step]] if step in starts else []
+        figures = {name: scale * (2 + math.sin(step / 50)) * 0.9 ** (step / 100) for name in FIGURES}
+        lines += [{"kind": "train", "step": step, **figures}] if step else []
+        if step and step % 50 == 0:
+            metrics = {"hr@10": 0.1 + scale * step / 10_000, "hr@50": 0.3, "mrr": 0.05, "users": 600}
+            lines.append({"kind": "evaluate", "step": step, **metrics})
+    run.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line | {"time": 1.75e9 + at}) + "\n" for at, line in enumerate(lines))
+    (run / "metrics.jsonl").write_text(text)
+    return run
+
+
+def looked_at(page: Path, width: int) -> str:
+    """What a browser shows of a page that is readable, asks for nothing and fits a window of this width."""
+    text = page.read_text()
     assert len(text) < 5_000_000
     links = Links()
     links.feed(text)
     assert links.found == []
-    (tmp_path / "looked.html").write_text(text.replace("</body>", LOOK + "</body>"))
-    shown = in_browser(tmp_path / "looked.html", "--dump-dom", "--window-size=1050,2000").stdout
+    looked = page.with_name("looked.html")
+    looked.write_text(text.replace("</body>", LOOK + "</body>"))
+    shown = in_browser(looked, "--dump-dom", f"--window-size={width},2000").stdout
     found = json.loads(re.search(r"<title>(.*?)</title>", shown)[1])  # type: ignore[index]
     assert found["texts"] > 30
     assert found["cut"] == []
     assert found["over"] == []
     assert not found["wide"]
     assert found["asked"] == []
+    return shown
+
+
+@pytest.mark.parametrize(("ranks", "count", "width"), [(2, 12, 600), (8, 40, 1200), (256, 100, 1050)])
+def test_the_page_is_readable_in_a_browser_and_asks_for_nothing(
+    tmp_path: Path, ranks: int, count: int, width: int
+) -> None:
+    run = noted(written(tmp_path / "run", ranks, count), 200)
+    assert main(["report", str(run)]) == 0
+    shown = looked_at(run / "bubbles" / "report.html", width)
+    for chart in ("Loss", "Evaluation: hr", "Gradient norm of the dense model", "Samples per second", "Embedding ids"):
+        assert f"<figcaption>{chart}</figcaption>" in shown
     for heading in ("Causes", "By rank", "Over time", "Who waits for whom", "Measured time against the cost model"):
         assert f"<h2>{heading}</h2>" in shown
     assert shown.count("<h2>Step ") == 2
+
+
+@pytest.mark.parametrize("width", [600, 1200])
+def test_pages_of_resumed_and_compared_runs_are_readable(tmp_path: Path, width: int) -> None:
+    one = noted(written(tmp_path / "one", 2, 12), 400)
+    two = noted(written(tmp_path / "two", 2, 12), 900, restarts=(100, 110, 600), scale=0.01)
+    assert main(["report", str(two)]) == 0
+    shown = looked_at(two / "bubbles" / "report.html", width)
+    assert shown.count("start 3 from step 110 on 2 ranks: a rank was lost") == shown.count("<figure>")
+    assert "<h2>Starts</h2>" in shown
+    assert main(["report", str(one), str(two)]) == 0
+    shown = looked_at(one / "bubbles" / "compare-two.html", width)
+    charts = re.findall("<figure>.*?</figure>", shown, re.DOTALL)
+    assert len(charts) == len(FIGURES) + 3  # and one of each metric
+    assert all(chart.count("<polyline") == 2 for chart in charts)
+
+
+def test_a_resumed_run_is_reported_with_all_its_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = noted(written(tmp_path, 4, 12), 400, restarts=(100, 110))
+    before = summarize(records.read_intervals(run)).steps
+    writer = records.Writer(run)
+    for interval in records.of_steps(steps(2, 30), clock_bound=0).intervals[12:]:
+        writer.interval(interval)  # resumed on fewer ranks
+    assert main(["report", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "3 starts, 48.0 s" in told  # a second before each of two restarts is nobody's
+    assert f"4 then 2 ranks, {before + 18} steps" in told
+    page = (run / "bubbles" / "report.html").read_text()
+    assert "3 starts, 48.0 s" in page
+    assert f"4 then 2 ranks, {before + 18} steps" in page
+    assert main(["report", str(run), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["steps"], figures["world_sizes"], figures["restarts"]) == (before + 18, [4, 2], 2)
+    assert [start["step"] for start in figures["starts"]] == [0, 100, 110]
+    assert figures["seconds"] == pytest.approx(48)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "No figures were noted yet"),
+        ([{"kind": "train", "step": 10, "loss": 2.0}], "step 10\nloss: 2"),
+        ([{"kind": "train", "step": s, "loss": math.nan} for s in (10, 20)], "2 values of 2 not finite"),
+        ([{"kind": "train", "step": s, "loss": math.nan if s == 30 else s} for s in range(60)], "1 value of 60"),
+        ([{"kind": "train", "step": 1, "loss": "low", "lr": [1], "grad_norm": 1e300}], "1 value of 1 not finite"),
+        ([{"kind": "evaluate", "step": 1, "hr@10": 0.5}], "Evaluation: hr@10"),
+        ([{"kind": "start", "step": 0, "time": 1e29, "ranks": "two", "reason": None}], "No figures were noted yet"),
+        ([{"kind": "train", "step": s, "loss": 1e29 * s} for s in (0, 2**53 - 1)], "Loss"),
+    ],
+)
+def test_any_metrics_give_a_page(tmp_path: Path, lines: list[dict[str, Any]], says: str) -> None:
+    run = written(tmp_path, 2, 12)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text + '{"kind": "train", "st')
+    assert main(["report", str(run)]) == 0
+    page = (run / "bubbles" / "report.html").read_text()
+    assert says in page
+    assert "1 line of" in page, "what is damaged is told"
+    assert "nan" not in page
+
+
+def test_a_run_without_metrics_is_reported_by_its_times_alone(tmp_path: Path) -> None:
+    run = written(tmp_path, 2, 12)
+    assert main(["report", str(run)]) == 0
+    page = (run / "bubbles" / "report.html").read_text()
+    assert "<h2>Training</h2>" not in page
+    assert "<h2>Causes</h2>" in page
+
+
+def test_a_run_that_ended_before_its_first_interval_is_reported_by_its_metrics_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = noted(tmp_path, 10)
+    assert main(["report", str(run)]) == 0
+    assert "no interval of steps was recorded yet" in capsys.readouterr().out
+    assert "<figcaption>Loss</figcaption>" in (run / "bubbles" / "report.html").read_text()
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["restarts"] == 0
+    assert main(["report", str(run), str(written(tmp_path / "other", 2, 12))]) == 0
+    assert (run / "bubbles" / "compare-other.html").exists()
+
+
+def test_a_long_run_gives_a_page_of_bounded_size_that_still_shows_its_extremes(tmp_path: Path) -> None:
+    losses = [9.0 if step == 31_415 else 1.0 + step % 7 / 100 for step in range(100_000)]
+    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(losses)]
+    training = "".join(curves.training([curves.Run("long", lines)]))
+    assert len(training) < 200_000
+    assert "step 31,415\nloss: 9" in training
 
 
 def test_every_cause_has_a_colour_and_no_two_look_alike() -> None:
@@ -167,5 +289,5 @@ def test_wrong_use_is_told_with_a_remedy(
 
 def test_a_page_can_be_made_of_the_shortest_run(tmp_path: Path) -> None:
     recorded = records.of_steps(steps(1, 1), clock_bound=0)
-    assert "<svg" in report("one step", recorded, chosen(recorded.samples))
-    assert "<svg" in report("no sample", recorded._replace(samples={}), [])
+    assert "<svg" in "".join(report(recorded, chosen(recorded.samples)))
+    assert "<svg" in "".join(report(recorded._replace(samples={}), []))

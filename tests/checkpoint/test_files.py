@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from freescale.checkpoint import files, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.errors import ConfigError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -121,6 +122,7 @@ def test_what_does_not_fit_is_told_apart_from_what_is_damaged(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=said) as raised:
             store.load(tmp_path, {name: Part.whole(other, everywhere=True)})
         assert not isinstance(raised.value, DamagedError)
+        assert raised.value.exit_code == ConfigError.exit_code, "no restart would help"
     files.write_json(tmp_path / "facts.json", {"format": 2, "step": 7, "ranks": 2})
     with pytest.raises(CheckpointError, match="install the version that wrote it"):
         store.read_facts(tmp_path)

@@ -36,7 +36,7 @@ class _nothing:  # noqa: N801  a context, like its neighbour
         (["data", "stat"], 2, "did you mean 'data stats'"),
         (["data", "stats", "/no/such"], 3, "no Parquet files here"),
         (["data", "import", "events", "only-one-path"], 2, "target folder is missing"),
-        (["data", "synth", "x", "--users", "0"], 2, "must be at least 1"),
+        (["data", "synth", "x", "--users", "0", "--seed", "-1"], 2, "--users 0 is below 1; --seed -1 is below 0"),
         (["config", "tinny"], 2, "did you mean 'tiny'"),
     ],
 )
@@ -47,6 +47,32 @@ def test_a_mistake_is_answered_with_its_remedy_and_code(
     told = capsys.readouterr().err
     assert says in told
     assert "remedy:" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "simulate --from-data no-such --gpus 0 8 --steps 3 --cluster h1000",
+            ["no Parquet files here", "no cluster is called 'h1000'", "--gpus 0 is below 1; --steps 3 is below 5"],
+        ),
+        ("simulate no-such --steps 3", ["there is no run in this folder", "--steps 3 is below 5"]),
+        ("simulate --from-data no-such --batch -2", ["no Parquet files here", "--batch -2 is below 1"]),
+        (
+            "data stats no-such --ranks 0 --batch 0",
+            ["no Parquet files here", "--ranks 0 is below 1; --batch 0 is below 1"],
+        ),
+        ("predict no-such out --k 0", ["there is no run in this folder", "--k 0 is below 1"]),
+    ],
+)
+def test_no_error_hides_another(
+    words: str, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    told = capsys.readouterr().err
+    assert [text for text in says if text not in told] == []
+    assert told.count("error: ") == told.count("remedy:") == len(says)
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_a_run_leaves_config_metrics_checkpoint_and_a_link(trained: Path) -> Non
     assert losses(trained)[-1] < losses(trained)[0]
     assert [path.name for path in store.complete(trained / "checkpoints")] == ["step-00000010", "step-00000012"]
     assert (trained.parent / "latest").resolve() == trained.resolve()
+    assert sorted(path.name for path in trained.parent.iterdir()) == ["latest", trained.name]
     assert list((trained / "tensorboard").glob("events.*"))
 
 
@@ -95,6 +97,7 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     for line in running.stderr:
         if line.startswith("step 5/"):
             break
+    assert json.loads((out / "run.lock").read_text())["pid"] == running.pid, "the launcher holds the folder"
     os.killpg(running.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all of them
     said = running.stderr.read()
     assert running.wait(timeout=60) == 130, said
@@ -141,6 +144,8 @@ def test_a_rank_that_dies_is_started_again_and_nothing_is_lost(
     code, said = killed([*FREESCALE, *options, "--out", str(out)], at="step 15/")
     assert code == 0, said
     assert "resumed from" in said
+    assert "stale" not in said, "the run kept its lock"
+    assert not (out / "run.lock").exists()
     assert losses(out) == losses(whole)
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (recovery,) = [entry for entry in entries if entry["kind"] == "recovery"]
@@ -157,6 +162,20 @@ def test_a_run_is_not_overwritten_and_none_is_resumed_from_nothing(demo: Path, t
     assert "no complete checkpoint" in nothing.stderr
     assert freescale("train", "tiny").returncode == 2
     assert freescale("evaluate", tmp_path / "new").returncode == 2
+
+
+def test_a_run_is_resumed_by_the_link_to_it_and_never_with_another_model(
+    demo: Path, trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "latest").symlink_to("run")
+    resume = ["train", "tiny", "--data", demo, "--out", tmp_path / "latest", "--resume", *SHORT]
+    other = freescale(*resume, "--model.layers", 3)
+    assert other.returncode == 2, other.stderr
+    assert "start again" not in other.stderr, "what would fail again is not restarted"
+    ended = freescale(*resume, "--restarts", 0)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "latest").resolve() == tmp_path / "run"
 
 
 def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: Path) -> None:
@@ -181,9 +200,10 @@ def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trai
     top = pq.read_table(tmp_path / "top").to_pylist()
     rows = pq.read_table(sorted(demo.glob("part-*.parquet")), columns=["user_id", "item_id"]).to_pylist()
     log = {row["user_id"]: set(row["item_id"][-64:]) for row in rows}
-    assert sorted(row["user_id"] for row in top) == sorted(log)
+    assert sorted(row["user"] for row in top) == sorted(row["user_id"] for row in top) == sorted(log)
     for row in top:
         assert len(row["item_id"]) == 5
+        assert row["item"] == row["item_id"]  # the numbers of a synthetic log are its keys
         assert row["score"] == sorted(row["score"], reverse=True)
         assert not set(row["item_id"]) & log[row["user_id"]]
     assert freescale("predict", trained, tmp_path / "top").returncode == 2
@@ -197,3 +217,4 @@ def test_an_export_holds_the_trained_weights_on_any_number_of_ranks(trained: Pat
     assert one.keys() == two.keys()
     assert all(np.array_equal(one[name].numpy(), two[name].numpy()) for name in one)
     assert one["tables.item"].shape == (516, 32)
+    assert len({path.stat().st_mode for path in (tmp_path / "2").iterdir()}) == 1, "all files have the same permissions"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freescale import config
-from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig
+from freescale.cli.main import main
+from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig, document
 from freescale.errors import ConfigError
 
 POSITIVE = st.integers(1, 2**40)
@@ -34,6 +35,27 @@ RUNS = st.builds(
 @given(run=RUNS)
 def test_what_is_saved_is_read_back_the_same(run: RunConfig) -> None:
     assert config.parse(config.to_toml(run)) == run
+
+
+@given(run=RUNS)
+def test_an_explained_config_is_read_back_the_same(run: RunConfig) -> None:
+    assert config.parse(config.to_toml(run, explain=True)) == run
+
+
+def test_the_config_command_explains_every_field_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "hstu-ranking-synth", "--data.path", "somewhere"]) == 0
+    text = capsys.readouterr().out
+    assert config.parse(text) == config.override(RECIPES["hstu-ranking-synth"], ["--data.path", "somewhere"])
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    fields = [place for place, line in enumerate(lines) if re.match(r"\w+ = ", line)]
+    assert len(fields) == sum(
+        not dataclasses.is_dataclass(getattr(part(), field.name))
+        for _, part in document.sections(RunConfig)
+        for field in dataclasses.fields(part)
+    )
+    assert all(lines[place - 1].startswith("# ") for place in fields), "each has its meaning above it"
+    assert '# Which architecture. One of: "hstu", "sasrec".\nkind = "hstu"' in text
 
 
 @pytest.mark.parametrize("name", RECIPES)

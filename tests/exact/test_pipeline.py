@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import freescale as fs
+from freescale import log
 from freescale.config import TransportConfig
 from freescale.config.schema import Way
 from freescale.transport.c10d import C10d
@@ -72,6 +73,35 @@ def prioritized(
             model.state_dict()
     pipeline.close()
     return losses, held(model)
+
+
+def until_a_loader_ends(world: World, counts: list[int], overlap: bool) -> tuple[list[float], Arrays, list[str]]:
+    """Losses, the model and what was logged, where every rank has another number of batches."""
+    model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params={"learning_rate": 0.1}))
+    loader = list(batches(world, 1, counts[world.rank], 0.3))
+    log._said.clear()  # a rank logs the same text once
+    logged: list[str] = []
+    with log.heard_by(logged.append):
+        pipeline = fs.Pipeline(model, optimizer_of(model), loader, overlap=overlap, deadline=60.0)
+        losses = [float(loss) for loss, _ in pipeline]
+        pipeline.close()
+    return losses, held(model), [text for text in logged if "not trained on" in text]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("counts", [[9, 6], [0, 3], [1, 2], [4, 4], [7, 9, 5, 6], [2, 2, 2, 0]])
+def test_all_ranks_stop_after_the_last_step_for_which_each_has_a_batch(
+    groups: dict[int, Ranks], counts: list[int], overlap: bool
+) -> None:
+    ranks, common = groups[len(counts)], min(counts)
+    expected = ranks.run(until_a_loader_ends, [common] * len(counts), False)
+    for rank, (losses, arrays, logged) in enumerate(ranks.run(until_a_loader_ends, counts, overlap)):
+        assert len(losses) == common
+        assert losses == expected[rank][0]
+        assert same(arrays, expected[rank][1])
+        left = counts[rank] - common
+        assert len(logged) == (left > 0)
+        assert all(f"at least {left} batches" in text for text in logged)
 
 
 def plainly(

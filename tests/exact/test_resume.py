@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from freescale.checkpoint import store
+from freescale.checkpoint.files import CheckpointError
 from freescale.config import RunConfig
 from freescale.train.build import build
 from tests.ranks import Ranks, World
@@ -30,6 +31,19 @@ def train(world: World, config: RunConfig, folder: str, resume: bool, stop_at: i
     trainer.close()
     assert finished == (stop_at == 0)
     return held(trainer)
+
+
+def refused(world: World, config: RunConfig, folder: str) -> int:
+    """Try to resume; gives the exit code of the error."""
+    trainer = build(config, joined(world), Path(folder))
+    try:
+        trainer.saving.resume()
+    except CheckpointError as error:
+        return error.exit_code
+    finally:
+        trainer.parts.bubbles.close()
+        trainer.close()
+    return 0
 
 
 def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Sequence[int]) -> Arrays:
@@ -74,3 +88,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_
     assert same(once, resumed)
     assert newest.with_name(newest.name + ".damaged").exists()
     assert store.step_of(older) == 8
+    for checkpoint in store.complete(tmp_path / "b" / "checkpoints"):
+        (checkpoint / "rank-00000.bytes").unlink()
+    codes = groups[2].run(refused, config, str(tmp_path / "b"))
+    assert codes == [2, 2], "no restart would help, and it would begin again from nothing"

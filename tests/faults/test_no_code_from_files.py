@@ -19,6 +19,7 @@ import pytest
 import torch
 from benchmarks.fuzz import TARGETS, Files, accepts, some_histories, some_steps, valid_data, valid_run
 
+from freescale import page
 from freescale.bubbles import records
 from freescale.bubbles.report import report
 from freescale.checkpoint import export
@@ -26,6 +27,7 @@ from freescale.cli.main import main
 from freescale.data.sources import histories, importers
 from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError
+from freescale.train import curves
 from tests.support import ids, loader
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -209,7 +211,10 @@ def test_names_from_runs_and_files_are_text_in_the_pages(
     monkeypatch.chdir(tmp_path)
     steps = [[one._replace(transfers=tuple(t._replace(name=EVIL) for t in one.transfers)) for one in ranks]
              for ranks in some_steps()]  # fmt: skip
-    pages = [report(EVIL, records.of_steps(steps, 0), [3])]
+    entry = {"kind": "evaluate", "step": 1, EVIL: 0.5}
+    starts = [{"kind": "start", "step": step, "ranks": 2, "reason": EVIL} for step in (0, 1)]
+    training = curves.training([curves.Run(EVIL, [*starts, entry], damaged=1)])
+    pages = [page.document(EVIL, EVIL, *training, *report(records.of_steps(steps, 0), [3]))]
     data = tmp_path / EVIL.replace("/", "-")
     data.mkdir()
     for name, raw in valid_data().items():

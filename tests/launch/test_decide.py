@@ -28,7 +28,7 @@ def test_a_lost_rank_starts_all_again_while_restarts_are_left() -> None:
 
 
 def test_what_would_fail_again_is_not_started_again() -> None:
-    for code in (2, 3, 4, 6):
+    for code in (2, 3, 4, 6, 7):
         assert seen([5, code]) == Verdict(code, f"local rank 1 of host 0 ended with exit code {code}")
 
 

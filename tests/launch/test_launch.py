@@ -1,15 +1,113 @@
-"""Who starts ranks, and who is one."""
+"""Who starts ranks, who is one, who holds the lock of a run, and what is refused or interrupted before any exist."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from freescale.launch import launched_instead
+from freescale.checkpoint.lock import NAME, RunLock
+from freescale.errors import UsageError
+from freescale.launch import AGENT, launched_instead
 from freescale.launch.hosts import Hosts
+from freescale.launch.meeting import Meeting
 
 WORDS = ["--version"]
 
 
-def test_a_task_of_slurm_is_a_rank_unless_it_is_told_where_agents_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_slurm_is_a_rank_unless_it_is_told_where_agents_meet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-4]")
-    assert launched_instead(WORDS, ranks=8) is None
-    assert launched_instead(WORDS, ranks=2, hosts=Hosts()) == 0, "the ranks that it started have ended"
+    with RunLock(tmp_path) as lock:
+        assert launched_instead(WORDS, ranks=8, lock=lock) is None
+        assert not (tmp_path / NAME).exists(), "rank 1 writes no run"
+        assert launched_instead(WORDS, ranks=2, hosts=Hosts(), lock=lock) == 0, "the ranks that it started have ended"
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid(), "the agent that serves the store has it"
+
+
+def test_of_the_ranks_of_another_launcher_the_first_holds_the_lock_and_of_our_own_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for rank, agent, holds in (("0", None, True), ("1", None, False), ("0", "7", False)):
+        monkeypatch.setenv("RANK", rank)
+        if agent is not None:
+            monkeypatch.setenv(AGENT, agent)
+        with RunLock(tmp_path) as lock:
+            assert launched_instead(WORDS, ranks=1, lock=lock) is None
+            assert (tmp_path / NAME).exists() == holds
+
+
+def test_counts_that_start_nothing_are_refused_at_once() -> None:
+    for ranks, restarts in ((0, 0), (-1, 0), (-1, 3), (1, -1)):
+        with pytest.raises(UsageError, match="--nproc" if ranks < 1 else "--restarts"):
+            launched_instead(WORDS, ranks=ranks, restarts=restarts)
+
+
+def test_what_the_user_says_about_waiting_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    launched_instead(WORDS, ranks=1)
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    launched_instead(WORDS, ranks=1)
+    assert os.environ["GOMP_SPINCOUNT"] == "77"
+
+
+def of_session(leader: int) -> dict[int, str]:
+    """Processes of a session that run, and their names."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        if rest.split()[3] == str(leader) and rest.split()[0] != "Z":
+            found[int(process.name)] = name
+    return found
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["the fork server has begun", "it imports torch"])
+def test_a_command_that_is_interrupted_before_its_ranks_exist_ends_and_leaves_nothing(
+    kind: signal.Signals, moment: str
+) -> None:
+    command = [sys.executable, "-m", "freescale", "selftest", "--nproc", "2"]
+    running = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (others := set(of_session(running.pid).items()) - {(running.pid, "python")}) or (
+        moment == "it imports torch" and "freescale-fork" not in {name for _, name in others}
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(running.pid, kind)
+    said = running.communicate(timeout=20)[1]
+    assert running.returncode == 130, said
+    assert said == "interrupted\n"
+    until = time.monotonic() + 3
+    while of_session(running.pid):
+        assert time.monotonic() < until, of_session(running.pid)
+        time.sleep(0.01)
+
+
+def test_who_waits_for_the_store_of_another_host_can_be_interrupted() -> None:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with socket.socket() as bound:  # and not listening: the address is taken, and nobody serves there
+        bound.bind(("127.0.0.1", 0))
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                Meeting(Hosts(2, 2, *bound.getsockname()), 1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

@@ -132,7 +132,7 @@ def test_test_data_that_does_not_fit_is_refused_before_training(
     other = tmp_path / "other"
     write_dataset(other, histories([3] * 9, items=30, candidates=True), rows_per_group=4, items=30)
     data = {"split": "none", "test_path": str(other)}
-    with pytest.raises(RankError, match="has 30 items and the model 40"):
+    with pytest.raises(RankError, match="has 30 items, but the model was trained on a vocabulary of 40"):
         groups[1].run(evaluated, small(unseen, data=data), str(tmp_path))
     data = {"split": "none", "test_path": str(log)}
     with pytest.raises(RankError, match=r"'label_like', which data\.test_path does not have"):

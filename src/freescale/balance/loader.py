@@ -25,12 +25,15 @@ from freescale.balance.plan import Planner
 from freescale.balance.sampler import PlacedSamples, placed_loader
 from freescale.config import BalanceConfig
 from freescale.data.ahead import run_ahead
+from freescale.data.batch import Events
 from freescale.errors import DataError, UsageError
 from freescale.log import notice
 from freescale.transport.world import apart, hosts_of
 
 _Length = Callable[[Any], Tensor]
 _AHEAD = 2
+_NO_GROUPS = {LENGTH: Events(torch.zeros(1, dtype=torch.int64), {})}
+"""What a rank has to exchange before its loader has given any batch."""
 
 
 class BalancedLoader:
@@ -118,11 +121,8 @@ class _Exchanged:
         batches, batch = iter(self._loader), None
         while True:
             batch = next(batches, None if batch is None else without_samples(batch))
-            if batch is None:
-                remedy = "give every rank some samples; an iterator that was used up gives none a second time"
-                raise DataError("the loader of this rank gives no batch at all", remedy=remedy)
-            groups = self._form.apart(batch, self._length(batch).long())
-            self._plan.form = described(groups)
+            groups = _NO_GROUPS if batch is None else self._form.apart(batch, self._length(batch).long())
+            self._plan.form = "" if batch is None else described(groups)
             moved, placement = exchange.balanced(groups)
             if not len(placement.rank):
                 return
@@ -147,11 +147,15 @@ class _Plan:
         return self._planner({"history": lengths[LENGTH]}, homes)
 
     def tells(self) -> Sequence[int]:
-        """What this rank's batch looks like."""
+        """What this rank's batch looks like; 0 before its loader has given any."""
         return (zlib.crc32(self.form.encode()),)
 
     def hears(self, told: Ints) -> None:
-        """What the batches of all ranks look like."""
+        """What the batches of all ranks look like. Every rank raises the same error, so none waits for another."""
+        if without := np.flatnonzero(told == zlib.crc32(b"")).tolist():
+            what = f"the loaders of these ranks give no batch at all: {', '.join(map(str, without))}"
+            remedy = "give every rank some samples; an iterator that was used up gives none a second time"
+            raise DataError(what, remedy=remedy)
         if len(np.unique(told)) > 1:
             what = "the batches of the ranks differ in their tensors, so samples cannot move between them"
             remedy = "pad to one width everywhere, or name what is padded: padded={'item': 0}"

@@ -10,7 +10,7 @@ from freescale.balance.adapt import Basis, Learner, Stopwatch
 from freescale.balance.calibrate import Calibration
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import assign
-from freescale.balance.place.placement import Ints, Placement
+from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.config import BalanceConfig
 from freescale.errors import DataError
 from freescale.log import notice
@@ -73,6 +73,11 @@ class Planner:
     def calibration(self) -> Calibration | None:
         """The last one that was learnt."""
         return self._learner.calibration
+
+    @property
+    def sums(self) -> Floats:
+        """The number of placements that were planned, and the sums of what `means` divides by it."""
+        return self._sums.copy()
 
     @property
     def means(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from freescale.bench import torchrec
 from freescale.bench.compute import Compute, calibrated, limit
@@ -35,6 +35,11 @@ OURS = {
     "everything": Techniques(),
 }
 WAYS = (PLAIN, SPARSE_DIST, *OURS, AGAIN)
+COMPARED: dict[Literal["fp64", "fp32"], tuple[str, ...]] = {
+    "fp64": tuple(OURS),
+    "fp32": (PLAIN, SPARSE_DIST, "nothing"),
+}
+"""Whose losses are compared, by precision."""
 _NEVER = 10**9
 
 
@@ -187,7 +192,9 @@ class Exact(NamedTuple):
     """Difference of the losses of a step."""
 
 
-def compared(config: RunConfig, world: World, folder: Path, *, steps: int) -> list[Exact]:
+def compared(
+    config: RunConfig, world: World, folder: Path, *, steps: int, say: Callable[[str], None] = lambda _: None
+) -> list[Exact]:
     """Train for a few steps with real compute in every way, and compare the losses. Known on the first rank.
 
     Ours among each other in fp64, where only the order of additions can differ; TorchRec's loops, whose tables have no
@@ -195,12 +202,13 @@ def compared(config: RunConfig, world: World, folder: Path, *, steps: int) -> li
     """
     losses: dict[tuple[str, str], Sequence[float]] = {}
     items = Loader(config.data, seed=0).known.rows
-    for precision, ways in (("fp64", tuple(OURS)), ("fp32", (PLAIN, SPARSE_DIST, "nothing"))):
+    for precision, ways in COMPARED.items():
         train = replace(config.train, precision=precision, max_steps=steps, log_every=1)
         of_precision = replace(config, train=train)
         for way in ways:
             place = folder / f"{precision}-{way.replace(' ', '-')}"
             losses[precision, way] = trained(way, of_precision, world, place, model_of(config, items=items))
+            say(f"{way} in {precision}")
     return _differences(losses) if world.leads else []
 
 

@@ -5,6 +5,7 @@ RUN/bubbles/rank-00000.jsonl    a line per sampled step of a sampled rank: every
 RUN/bubbles/machine.json        what it ran on
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -100,8 +101,8 @@ class Writer:
     def forget_after(self, step: int) -> None:
         """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
         for path in self._folder.glob("*.jsonl"):
-            numbered = _lines(path, lambda facts: (facts["step"] + 0, facts))
-            replace_lines(path, (_line(facts) for number, facts in numbered if number <= step))
+            kept = _lines(path, lambda facts: _up_to(step, facts))
+            replace_lines(path, (_line(facts) for facts in kept if facts))
 
     def interval(self, found: Interval) -> None:
         """Keep an interval."""
@@ -127,6 +128,18 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
     with beside.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
     beside.replace(path)
+
+
+def _up_to(step: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """The part of a line that covers steps up to a given one; empty if there is none.
+
+    An interval that spans the step keeps its mean for the steps before, so that a resumed run still counts them.
+    """
+    beyond = max(0, facts["step"] - step)
+    if not beyond:
+        return facts
+    left = facts.get("steps", 0) - beyond
+    return facts | {"step": step, "steps": left} if left > 0 else {}
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -165,14 +178,21 @@ def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
 
 
 def read_intervals(run: Path) -> list[Interval]:
-    """All intervals of a run, in order; where it was resumed on another number of ranks, those since then."""
+    """All intervals of a run, in order. Those of a resumed run may have different numbers of ranks."""
     path = run / FOLDER / "intervals.jsonl"
     found = list(_lines(path, _interval)) if path.exists() else []
     if not found:
         remedy = "name the folder of a training, such as runs/latest; it is written after the first log interval"
         what = "nothing was recorded of the bubbles of this run" if run.is_dir() else f"there is no run '{run}'"
         raise DataError(what, where=str(path), remedy=remedy)
-    return [one for one in found if one.ranks == found[-1].ranks]
+    return found
+
+
+def is_recorded(run: Path) -> bool:
+    """Whether a run has recorded an interval."""
+    with contextlib.suppress(FileNotFoundError), (run / FOLDER / "intervals.jsonl").open("rb") as file:
+        return file.readline().endswith(b"\n")
+    return False
 
 
 def read_machine(run: Path) -> Machine:

@@ -1,5 +1,6 @@
 """The page about a run's bubbles: what they are, on which ranks, when, and what a step looks like. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy as np
 from freescale import page
 from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account, segments
-from freescale.bubbles.records import COLUMNS, Interval, Recorded, Sample, group_name
-from freescale.bubbles.summary import Line, Summary, averaged, summarize
+from freescale.bubbles.records import COLUMNS, Interval, Recorded, Sample
+from freescale.bubbles.summary import Line, Row, Summary, averaged, means, summarize
 
 COLOURS = {
     "forward": "#2b7bba",
@@ -48,8 +49,9 @@ def advice(lines: Iterable[Line]) -> list[list[str]]:
 
 def headline(summary: Summary) -> str:
     """A run in a sentence."""
+    ranks = " then ".join(f"{size:,}" for size in summary.world_sizes or (summary.ranks,))
     return (
-        f"{summary.ranks:,} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
+        f"{ranks} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
         f"{summary.bubble_percent:.1f}% without compute, {summary.straggler_percent:.1f}% waiting for slower ranks, "
         f"{summary.overlap_percent:.1f}% of traffic hidden; clocks agree within {summary.clock_bound_us:,.0f} us"
     )
@@ -68,14 +70,12 @@ def chosen(samples: Mapping[int, Sequence[Sample]]) -> list[int]:
     return sorted({by_time[len(by_time) // 2], by_time[-1]}) if by_time else []
 
 
-def report(name: str, recorded: Recorded, steps: Sequence[int]) -> str:
-    """The whole page, with these steps drawn."""
+def report(recorded: Recorded, steps: Sequence[int]) -> list[str]:
+    """The sections of a page, with these steps drawn."""
     intervals, samples = recorded
     summary = summarize(intervals)
     colours = colours_of(summary.lines)
-    return page.document(
-        f"Bubbles of {name}",
-        headline(summary),
+    return [
         page.section(
             "Causes",
             "Every instant of every rank's step has one cause. Traffic counts where it is exposed; what lies behind "
@@ -88,37 +88,44 @@ def report(name: str, recorded: Recorded, steps: Sequence[int]) -> str:
         *_who_waits(intervals),
         *(_timeline(samples[step], colours) for step in steps),
         *_against_cost(samples),
-    )
+    ]
 
 
 def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
     bars = [
-        page.Bar(group_name(group, intervals[-1].ranks), dict(zip(COLUMNS, values, strict=True)))
-        for group, values in enumerate(averaged(intervals).tolist())
+        page.Bar(name, dict(zip(COLUMNS, values.tolist(), strict=True))) for name, values in averaged(intervals).items()
     ]
     drawn = page.stacked_bars(bars, colours, rows="rank", axis="ms per step")
-    return [page.section("By rank", "Where a step of each rank goes.", page.legend(colours), drawn)]
+    return [
+        page.section(
+            "By rank",
+            "Where a step of each rank goes, over the steps that it took part in.",
+            page.legend(colours),
+            drawn,
+        )
+    ]
 
 
 def _over_time(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
-    bars = []
-    for part in _merged(intervals):
-        means = np.average(averaged(part), axis=0, weights=part[-1].ms[:, -1]).tolist()
-        bars.append(page.Bar(f"{part[-1].step:,}", dict(zip(COLUMNS, means, strict=True))))
+    bars = [page.Bar(f"{part[-1].step:,}", means(part)) for part in _merged(intervals)]
     drawn = page.stacked_bars(bars, colours, rows="up to step", axis="ms per step, mean of all ranks")
     return [page.section("Over time", "The same, from the first steps to the last.", page.legend(colours), drawn)]
 
 
 def _who_waits(intervals: Sequence[Interval]) -> list[str]:
     parts = _merged(intervals)
-    names = [group_name(group, intervals[-1].ranks) for group in range(len(intervals[-1].ms))]
-    tables = [averaged(part) for part in parts]
-    shares = [100 * t[:, COLUMNS.index("straggler")] / t[:, : len(CAUSES)].sum(axis=1).clip(1e-9) for t in tables]
-    values = np.array(shares).T.tolist()
+    names = list(averaged(intervals))
+    waited = [{name: _waiting_percent(row) for name, row in averaged(part).items()} for part in parts]
+    values = [[of_part.get(name, math.nan) for of_part in waited] for name in names]
     columns = [f"{part[-1].step:,}" for part in parts]
     drawn = page.heat_map(names, columns, values, rows="rank", axis="up to step", unit="% of the step")
     text = "How long each rank waits for slower ones. A pale row among dark ones is the rank that the others wait for."
     return [page.section("Who waits for whom", text, drawn)]
+
+
+def _waiting_percent(row: Row) -> float:
+    """The share of a step that a rank waits for slower ones."""
+    return float(100 * row[COLUMNS.index("straggler")] / max(row[: len(CAUSES)].sum(), 1e-9))
 
 
 def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:

@@ -1,12 +1,17 @@
 """Where the time of a run went, in the few numbers that a person needs. Pure."""
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC
-from freescale.bubbles.records import COLUMNS, Interval, Table, group_name
+from freescale.bubbles.records import COLUMNS, Interval, group_name
+
+Row = NDArray[np.float64]
 
 _WORTH_ADVICE = 0.01
 _ADVICE = {
@@ -41,9 +46,10 @@ class Line(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A run."""
+    """A run, with all its starts."""
 
     ranks: int
+    """Of the last interval."""
     steps: int
     step_ms: float
     straggler_percent: float
@@ -52,6 +58,8 @@ class Summary(NamedTuple):
     """How much of the time that traffic is under way lies behind compute."""
     clock_bound_us: float
     lines: list[Line]
+    world_sizes: tuple[int, ...] = ()
+    """In order: more than one if the run was resumed on another number of ranks."""
 
     @property
     def bubble_percent(self) -> float:
@@ -59,25 +67,46 @@ class Summary(NamedTuple):
         return 100.0 * (1.0 - sum(line.share for line in self.lines if line.cause in COMPUTE))
 
 
-def averaged(intervals: Sequence[Interval]) -> Table:
-    """Milliseconds per step of each group of ranks over all intervals: [groups, COLUMNS]."""
-    return np.average([interval.ms for interval in intervals], axis=0, weights=[i.steps for i in intervals])
+def averaged(intervals: Sequence[Interval]) -> dict[str, Row]:
+    """Milliseconds per step of each rank, or group of ranks, over the steps that it took part in, by COLUMNS."""
+    sums: dict[str, Row] = {}
+    counts: Counter[str] = Counter()
+    for ranks in sorted({interval.ranks for interval in intervals}):
+        alike = [interval for interval in intervals if interval.ranks == ranks]
+        steps = [interval.steps for interval in alike]
+        table = np.tensordot(steps, np.array([interval.ms for interval in alike]), axes=1)
+        for group, row in enumerate(table):
+            name = group_name(group, ranks)
+            sums[name] = sums.get(name, 0.0) + row
+            counts[name] += sum(steps)
+    return {name: sums[name] / counts[name] for name in sorted(sums, key=_first_rank)}
+
+
+def means(intervals: Sequence[Interval]) -> dict[str, float]:
+    """Milliseconds per step, mean of all ranks and steps, by COLUMNS."""
+    rows = [np.average(interval.ms, axis=0, weights=interval.ms[:, -1]) for interval in intervals]
+    mean = np.average(rows, axis=0, weights=[interval.steps for interval in intervals])
+    return dict(zip(COLUMNS, mean.tolist(), strict=True))
 
 
 def summarize(intervals: Sequence[Interval]) -> Summary:
-    """Add up a run."""
-    ranks, of_groups = intervals[-1].ranks, averaged(intervals)
-    members = of_groups[:, -1]
-    means = dict(zip(COLUMNS, np.average(of_groups, axis=0, weights=members).tolist(), strict=True))
-    step = sum(means[cause] for cause in CAUSES)
-    hidden = {kind: means[f"hidden {kind}"] for kind in TRAFFIC}
+    """Add up a run, whatever numbers of ranks it had."""
+    of_groups, mean = averaged(intervals), means(intervals)
+    step = sum(mean[cause] for cause in CAUSES)
     lines = []
     for place, cause in enumerate(CAUSES):
-        worst, share = int(of_groups[:, place].argmax()), means[cause] / max(step, 1e-12)
+        worst, share = max(of_groups, key=lambda name: of_groups[name][place]), mean[cause] / max(step, 1e-12)
         advice = _ADVICE.get(cause, "") if share >= _WORTH_ADVICE else ""
-        where = group_name(worst, ranks), float(of_groups[worst, place])
-        lines.append(Line(cause, means[cause], share, *where, hidden.get(cause, 0.0), advice))
-    straggler = 100.0 * means["straggler"] / max(step, 1e-12)
-    overlap = 100.0 * means["overlapped"] / max(means["in flight"], 1e-12)
+        hidden = mean[f"hidden {cause}"] if cause in TRAFFIC else 0.0
+        lines.append(Line(cause, mean[cause], share, worst, float(of_groups[worst][place]), hidden, advice))
+    straggler = 100.0 * mean["straggler"] / max(step, 1e-12)
+    overlap = 100.0 * mean["overlapped"] / max(mean["in flight"], 1e-12)
     steps, bound = sum(i.steps for i in intervals), max(i.clock_bound_us for i in intervals)
-    return Summary(ranks, steps, step, straggler, overlap, bound, lines)
+    sizes = tuple(ranks for ranks, _ in itertools.groupby(interval.ranks for interval in intervals))
+    return Summary(intervals[-1].ranks, steps, step, straggler, overlap, bound, lines, sizes)
+
+
+def _first_rank(name: str) -> tuple[int, int]:
+    """Orders names of groups: by their first rank, then by their last."""
+    first, _, last = name.partition("-")
+    return int(first), int(last or first)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freescale.errors import DataError, reason
+from freescale.errors import DataError, StorageError, reason, writing
 
 LIST = "export.json"
 
@@ -28,11 +28,24 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write a file, read it back, and describe it. `first_rows`: where in its table a piece begins."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(kept, path, metadata={name: str(row) for name, row in (first_rows or {}).items()})
+    _save(path, kept, {name: str(row) for name, row in (first_rows or {}).items()})
     for name, tensor, _ in _tensors(path):
         if not torch.equal(tensor, kept[name]):
             raise DataError(f"'{name}' was not read back as it was written", where=str(path), remedy="check the disk")
     return describe(path) | {"tensors": {name: list(tensor.shape) for name, tensor in kept.items()}}
+
+
+def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file with the permissions that any new file here has; safetensors lets only its owner read it."""
+    with writing(path):
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(tensors, path, metadata=metadata)
+        except SafetensorError as error:
+            remedy = "see that there is space and the folder can be written"
+            raise StorageError(reason(error), where=str(path), remedy=remedy) from error
+        path.chmod(mode)
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.errors import FreeScaleError, reason
+from freescale.errors import ConfigError, FreeScaleError, reason
 
 _PIECE_BYTES = 1 << 24
 _KNOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -34,6 +34,12 @@ _DTYPES = {_name(dtype): dtype for dtype in _KNOWN}
 
 class CheckpointError(FreeScaleError):
     """A checkpoint that cannot be written, or does not fit the run that reads it."""
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint that this run can never read: of another model, or of a later version."""
+
+    exit_code = ConfigError.exit_code
 
 
 class DamagedError(CheckpointError):
@@ -210,9 +216,9 @@ def _seal(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _unfit(what: str, folder: Path) -> CheckpointError:
+def _unfit(what: str, folder: Path) -> MismatchError:
     remedy = "resume with the config that it was saved with"
-    return CheckpointError(f"the checkpoint is of another model: {what}", where=str(folder), remedy=remedy)
+    return MismatchError(f"the checkpoint is of another model: {what}", where=str(folder), remedy=remedy)
 
 
 def _damaged(what: str, folder: Path) -> DamagedError:

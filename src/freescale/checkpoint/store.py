@@ -18,18 +18,13 @@ from typing import Any
 import torch
 
 from freescale.checkpoint import files
-from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part
+from freescale.checkpoint.listing import FACTS, complete, named, step_of
 from freescale.errors import reason
 from freescale.transport.c10d import C10d
 
-_FACTS = "facts.json"
 _FORMAT = 1
 _WRITING, _DAMAGED = ".writing", ".damaged"
-
-
-def complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if not path.suffix and (path / _FACTS).exists())
 
 
 def newest(folder: Path, transport: C10d) -> Path | None:
@@ -39,26 +34,16 @@ def newest(folder: Path, transport: C10d) -> Path | None:
     return named(folder, number - 1) if number else None
 
 
-def named(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
-    return folder / f"step-{step:08d}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was saved."""
-    return int(checkpoint.name.split("-")[1])
-
-
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, without its tensors."""
-    facts = files.read_json(checkpoint / _FACTS)
+    facts = files.read_json(checkpoint / FACTS)
     sound = isinstance(facts, dict) and all(type(facts.get(key)) is int for key in ("format", "step", "ranks"))
     if not sound or not 0 < facts["ranks"] < 1 << 24:
-        raise DamagedError(f"the checkpoint is damaged: {_FACTS} does not say what it holds", where=str(checkpoint))
+        raise DamagedError(f"the checkpoint is damaged: {FACTS} does not say what it holds", where=str(checkpoint))
     if facts["format"] > _FORMAT:
         what = f"the checkpoint has format {facts['format']}; this version of freescale reads up to {_FORMAT}"
         remedy = "install the version that wrote it, or a newer one"
-        raise CheckpointError(what, where=str(checkpoint), remedy=remedy)
+        raise MismatchError(what, where=str(checkpoint), remedy=remedy)
     return facts
 
 
@@ -123,7 +108,7 @@ class Store:
             files.write(writing, self._rank, own)
         with self._all_or_none("its name", final):
             if self._rank == 0:
-                files.write_json(writing / _FACTS, facts)
+                files.write_json(writing / FACTS, facts)
                 shutil.rmtree(final, ignore_errors=True)
                 writing.rename(final)
                 files.sync_names(self.folder)

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
-from freescale.errors import reason
+from freescale.errors import UsageError, reason
+from freescale.progress import progress
 
 if TYPE_CHECKING:
     from freescale.models.attention.measure import Problem, Timed
@@ -38,21 +39,27 @@ class Options:
     """All take turns so many times."""
     json: Flag = False
     """Print the figures as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Check first; what is wrong is not timed."""
     options = parse(Options, argv, prog)
-    import numpy as np
-    import torch
+    if min(options.batch, options.longest, options.heads, options.width, options.rounds) < 1:
+        raise UsageError("every count must be at least 1", remedy=f"see {prog} --help")
+    with progress("loading torch"):
+        import numpy as np
+        import torch
 
-    from freescale.data.sources import synthetic
-    from freescale.models.attention import measure
+        from freescale.data.sources import synthetic
+        from freescale.models.attention import measure
 
     require_gpu(options.device)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
     place, size = torch.device(options.device), {"heads": options.heads, "width": options.width}
-    errors = measure.errors(measure.Problem.checked(**size, dtype=kind, device=place))
+    with progress("checking attention"):
+        errors = measure.errors(measure.Problem.checked(**size, dtype=kind, device=place))
     right = all(error <= _LIMITS[options.precision] for error in errors.values())
     timed: list[Timed] = []
     left_out: dict[str, str] = {}
@@ -75,8 +82,9 @@ def _competitors(problem: "Problem") -> "tuple[dict[str, Callable[[Problem], Non
 
     competitors: dict[str, Callable[[Problem], None]] = {"ours": measure.ours, "padded to the longest": measure.padded}
     try:
-        flex = measure.flex_on(problem)
-        flex(problem)
+        with progress("compiling flex attention"):
+            flex = measure.flex_on(problem)
+            flex(problem)
     except Exception as error:  # whatever the compiler says: it is a guest here
         return competitors, {"flex attention": reason(error)}
     return competitors | {"flex attention (softmax, no biases)": flex}, {}

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.cli.options import parse_run, print_json, print_table, run_parser, say, write_page
+from freescale.config import RunConfig
+from freescale.errors import UsageError
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 _HELP = """Train a recipe or a TOML file in turns: TorchRec's plain loop, its SparseDist pipeline, and FreeScale with
 each technique alone and with all. Prints steps/s and bubbles of each beside compute alone, and writes a page; the runs
@@ -20,16 +25,33 @@ lie beside it, each for `freescale report`.
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options, config = parse_run(_parser(prog), argv)
-    if (code := launched_instead(["bench", "step", *argv], ranks=options.nproc)) is not None:
-        return code
-    from freescale.bench import page, step
-    from freescale.transport.world import join, leave
-
-    world = join(deadline=config.train.deadline)
+    if min(options.steps, options.turns, options.exact_steps) < 1:
+        raise UsageError("--steps, --turns and --exact-steps must be at least 1", remedy=f"see {prog} --help")
     config = replace(config, train=replace(config.train, max_steps=options.steps))
-    folder, tell = options.out.with_suffix(""), (lambda _: None) if options.json else say
-    found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
-    exact = step.compared(config, world, folder, steps=options.exact_steps)
+    preflight.data(config)
+    with RunLock(options.out.with_suffix("")) as lock:
+        code = launched_instead(["bench", "step", *argv], ranks=options.nproc, lock=lock)
+        return code if code is not None else _measure(options, config)
+
+
+def _measure(options: argparse.Namespace, config: RunConfig) -> int:
+    """What every rank does."""
+    with progress("starting"):
+        from freescale.bench import page, step
+        from freescale.transport.world import join, leave
+
+        world = join(deadline=config.train.deadline)
+    folder = options.out.with_suffix("")
+    trainings = options.turns * len(step.WAYS) + sum(map(len, step.COMPARED.values()))
+    with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
+
+        def tell(text: str) -> None:
+            bar.advance()
+            if not options.json and not options.quiet:
+                say(text)
+
+        found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
+        exact = step.compared(config, world, folder, steps=options.exact_steps, say=lambda _: bar.advance())
     if world.leads:
         write_page(options.out, page.document(found, exact))
         if options.json:

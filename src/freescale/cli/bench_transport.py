@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from freescale import page
 from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
+from freescale.errors import UsageError
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 if TYPE_CHECKING:
     from freescale.transport.probe import Measured
@@ -31,18 +33,23 @@ class Options:
     """The page."""
     json: Flag = False
     """Print the table as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options = parse(Options, argv, prog)
+    if min(options.kib, default=0) < 1:
+        raise UsageError("--kib takes sizes of at least 1", remedy=f"see {prog} --help")
     if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
         return code
-    from freescale.transport.choose import Ways, explain, pick
-    from freescale.transport.probe import probe
-    from freescale.transport.world import join, leave
+    with progress("starting"):
+        from freescale.transport.choose import Ways, explain, pick
+        from freescale.transport.probe import probe
+        from freescale.transport.world import join, leave
 
-    world = join(deadline=_DEADLINE)
+        world = join(deadline=_DEADLINE)
     ways = Ways(world)
     opened = {name: ways.make(name) for name in ways.possible}
     found = probe(opened, world.transport, world.device, sizes=[kib << 10 for kib in options.kib], rounds=5)

@@ -7,7 +7,8 @@ from freescale import config
 
 _HELP = f"""usage: freescale config RECIPE|FILE.toml [--FIELD VALUE ...]
 
-Print the resolved config as TOML. Every field can be given as a flag, such as --data.global-batch 64.
+Print the resolved config as TOML, with the meaning of each field above it. Every field can be given as a flag,
+such as --data.global-batch 64.
 
   freescale config tiny --data.path data/kr > run.toml
 
@@ -20,5 +21,6 @@ def run(argv: Sequence[str], prog: str) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0
-    sys.stdout.write(config.to_toml(config.resolve(argv[0], argv[1:], prog=f"{prog} {argv[0]}")))
+    found = config.resolve(argv[0], argv[1:], prog=f"{prog} {argv[0]}")
+    sys.stdout.write(config.to_toml(found, explain=True))
     return 0

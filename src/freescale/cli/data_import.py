@@ -14,8 +14,7 @@ from freescale.data.sources.events import Columns
 from freescale.data.sources.files import CsvStyle
 from freescale.data.sources.times import Unit
 from freescale.data.store.quarantine import Quarantine
-from freescale.data.store.writer import output_errors
-from freescale.errors import UsageError
+from freescale.errors import UsageError, writing
 from freescale.log import notice
 
 
@@ -66,6 +65,8 @@ class Options:
     """What sorting may hold in memory; larger logs go through the disk."""
     json: Flag = False
     """Print the counts as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
@@ -111,7 +112,7 @@ def _import(options: Options, sources: list[Path], target: Path, quarantine: Qua
     columns = Columns(options.user, options.item, time, options.features)
     style = CsvStyle.parse(options.separator, options.quote, options.encoding)
     disk = next(parent for parent in target.absolute().parents if parent.exists())  # which must hold the result anyway
-    with output_errors(target, every=True):
+    with writing(target):
         made = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
     with made as name:
         scratch = Path(name)

@@ -14,13 +14,23 @@ import tyro
 from freescale import page
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import Imbalance, random_batches
-from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
+from freescale.cli.options import (
+    Flag,
+    check_all,
+    parse,
+    print_json,
+    print_table,
+    require_at_least,
+    say,
+    write_page,
+)
 from freescale.config import ModelConfig
 from freescale.data.stats import QUANTILES, Profile, profile
 from freescale.data.store.dataset import Dataset
 from freescale.data.store.quarantine import Quarantine
-from freescale.errors import DataError, UsageError
+from freescale.errors import DataError
 from freescale.log import notice
+from freescale.progress import track
 
 _TOP = (0.001, 0.01, 0.1)
 _MODEL = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
@@ -49,19 +59,24 @@ class Options:
     """Write a page with plots, self-contained, to this file."""
     json: Flag = False
     """Print everything as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Describe the data set on the terminal, as JSON, or as a page."""
     options = parse(Options, argv, prog)
-    if min((*options.ranks, options.batch, options.max_history)) < 1:
-        raise UsageError("--ranks, --batch and --max-history must be at least 1", remedy=f"see {prog} --help")
+    check_all(
+        lambda: Dataset(options.path),
+        lambda: require_at_least(options, ranks=1, batch=1, max_history=1),
+    )
     dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
     found = profile(dataset)
     if not found.rows:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
     costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
-    bubbles = [random_batches(costs, found.lengths.counts, ranks=n, batch=options.batch) for n in options.ranks]
+    sizes = track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float)
+    bubbles = [random_batches(costs, found.lengths.counts, ranks=n, batch=options.batch) for n in sizes]
     unchecked = dataset.unchecked_files()
     _say_what_was_seen(dataset, unchecked)
     if options.page:

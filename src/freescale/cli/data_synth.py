@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from freescale.cli.options import parse, say
+from freescale.cli.options import Flag, parse, require_at_least, say
 from freescale.data.sources import planted, synthetic
 from freescale.data.store.manifest import Manifest
 from freescale.errors import UsageError
@@ -35,14 +35,14 @@ class Options:
     """One seed, one log."""
     shorter: int = 1
     """How many times shorter histories are than the preset's, for machines that cannot train on whole ones."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the log and say how large it became."""
     options = parse(Options, argv, prog)
-    if min(options.users, options.items or 1, options.shorter) < 1 or options.items == 0 or options.seed < 0:
-        what = "--users, --items and --shorter must be at least 1 and --seed 0 or more"
-        raise UsageError(what, remedy=f"see {prog} --help")
+    require_at_least(options, users=1, items=1, shorter=1, seed=0)
     if options.preset == "planted":
         made = _plant(options)
     else:

@@ -7,6 +7,7 @@ from typing import Literal
 from freescale.cli import checks
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
+from freescale.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Options:
     """What training is to run on; auto takes the GPU where there is a driver."""
     json: Flag = False
     """Print the findings as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
@@ -27,7 +30,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     on_gpu = options.device == "cuda" or (options.device == "auto" and checks.has_gpu_driver())
     device: checks.Device = "cuda" if on_gpu else "cpu"
-    findings = list(_examine(device))
+    with progress("looking at packages and devices"):
+        findings = list(_examine(device))
     ready = all(finding.status != "fault" for finding in findings)
     if options.json:
         print_json({"ready": ready, "device": device, "findings": [asdict(finding) for finding in findings]})

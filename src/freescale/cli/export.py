@@ -9,6 +9,7 @@ import tyro
 
 from freescale.cli.options import parse, say
 from freescale.cli.saved import RunOptions, on_ranks
+from freescale.progress import progress
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -32,8 +33,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     def work(saved: "Saved") -> None:
         from freescale.train.export import export_model
 
-        files = export_model(saved, options.out)
+        with progress(f"writing {options.out}"):
+            files = export_model(saved, options.out)
         if saved.world.leads:
             say(*(str(options.out / name) for name in files))
 
-    return on_ranks(options, ["export", *argv], work)
+    return on_ranks(options, ["export", *argv], work, out=options.out)

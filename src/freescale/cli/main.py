@@ -3,14 +3,20 @@
 Subcommands are imported only when they run, so `freescale --help` is quick and imports no torch.
 """
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import NamedTuple
 
-from freescale.errors import FreeScaleError, UsageError, nearest
+from freescale.errors import INTERRUPTED, FreeScaleError, StorageError, UsageError, is_of_files, nearest
+from freescale.launch import is_rank
 from freescale.log import failure, tell
+from freescale.progress import session
 
 
 class Command(NamedTuple):
@@ -40,23 +46,50 @@ COMMANDS = {
 }
 
 _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 5 a rank lost,
-            6 NaN or overflow, 130 interrupted"""
+            6 NaN or overflow, 7 a file or folder that may not be used, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with session(), _interrupted_by_sigterm():
+            return _dispatch(words)
     except FreeScaleError as error:
         failure(error)
         return error.exit_code
     except KeyboardInterrupt:
         tell("interrupted")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, which is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # the last resort: who writes knows better what to say (see `errors.writing`)
+        if not is_of_files(error):
+            raise
+        refused = StorageError.of(error)
+        failure(refused)
+        return refused.exit_code
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, so that it removes what it has half written.
+
+    Not in a rank: one that waits for another in native code would not hear of it, and has to end at once.
+    """
+    if is_rank() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _dispatch(words: list[str]) -> int:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.cli.options import parse, say
+from freescale import config as configs
+from freescale.cli.options import check_all, parse, require_at_least, say
 from freescale.cli.saved import RunOptions, on_ranks
-from freescale.errors import UsageError
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -17,29 +17,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Rank the whole corpus after the last `data.max_history` events of every user, without these, and write the best.
+    """Rank the whole corpus after the last `data.max_history` events of every user, and write the best items.
+
+    With task.seen = "exclude", as it is trained and evaluated by default, items among these events are left out.
 
     freescale predict runs/latest top/ --k 10
     """
 
     out: tyro.conf.Positional[Path]
-    """Folder to write, one file per rank: user_id, item_id, score, and item as the log called it."""
+    """Folder to write, one file per rank. Columns: user and item (keys of the log), user_id and item_id (row numbers in
+    the data set), score. item, item_id and score are lists, best first."""
     k: int = 10
-    """Items per user."""
+    """Items per user, or as many as can be recommended."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the predictions and say how many users they are for."""
     options = parse(Options, argv, prog)
-    if options.k < 1:
-        raise UsageError("--k must be at least 1", remedy=f"see {prog} --help")
+    check_all(lambda: configs.of_run(options.run), lambda: require_at_least(options, k=1))
 
     def work(saved: "Saved") -> None:
         from freescale.train.predict import predict
 
-        users = predict(saved, options.out, count=options.k)
-        total = saved.world.transport.total(users, name="users")
+        predicted = predict(saved, options.out, count=options.k)
+        users, short = (saved.world.transport.total(count, name="users") for count in predicted)
         if saved.world.leads:
-            say(f"{options.out}: {options.k} items for each of {total:,} users")
+            fewer = f"; for {short:,} of them fewer can be recommended" if short else ""
+            say(f"{options.out}: {'up to ' if short else ''}{options.k} items for each of {users:,} users{fewer}")
 
-    return on_ranks(options, ["predict", *argv], work)
+    return on_ranks(options, ["predict", *argv], work, out=options.out)

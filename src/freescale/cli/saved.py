@@ -1,13 +1,19 @@
 """What the commands on a trained model share: its run, on one rank or many."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
+from freescale.cli.options import Flag
+from freescale.errors import writing
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 if TYPE_CHECKING:
     from freescale.train.saved import Saved
@@ -23,17 +29,31 @@ class RunOptions:
     """Another data set than the one it was trained on; it must have the same items."""
     nproc: int = 1
     """Ranks to start on this machine. Each holds its share of the tables."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
-def on_ranks(options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None]) -> int:
-    """Open the run on every rank and let each do its part of the work."""
-    if (code := launched_instead(words, ranks=options.nproc)) is not None:
-        return code
-    from freescale.train.saved import config_of, open_run
-    from freescale.transport.world import join, leave
+def on_ranks(
+    options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None], *, out: Path | None = None
+) -> int:
+    """Open the run on every rank and let each do its part of the work. `out`: the folder that it writes."""
+    preflight.use(options.run, options.data)
+    with RunLock(out or options.run) as lock:
+        code = launched_instead(words, ranks=options.nproc, lock=lock if out is not None else None)
+        return code if code is not None else _open_and_work(options, work, out)
 
-    config = config_of(options.run, options.data)
-    world = join(deadline=config.train.deadline)
-    work(open_run(options.run, config, world))
+
+def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Path | None) -> int:
+    """What every rank does."""
+    with progress("starting"):
+        from freescale.train.saved import config_of, open_run
+        from freescale.transport.world import join, leave
+
+        config = config_of(options.run, options.data)
+        world = join(deadline=config.train.deadline)
+    with progress(f"loading {options.run}"):
+        saved = open_run(options.run, config, world)
+    with writing(out) if out is not None else nullcontext():
+        work(saved)
     leave()
     return 0

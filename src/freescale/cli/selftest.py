@@ -6,6 +6,7 @@ from typing import Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
 from freescale.launch import launched_instead
+from freescale.progress import progress
 
 _DEADLINE = 60.0
 
@@ -23,6 +24,8 @@ class Options:
     """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
     json: Flag = False
     """Print the outcomes as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
@@ -30,11 +33,12 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if (code := launched_instead(["selftest", *argv], ranks=options.nproc)) is not None:
         return code
-    from freescale.train.selftest import Selftest
-    from freescale.transport.world import join, leave
+    with progress("starting"):
+        from freescale.train.selftest import Selftest
+        from freescale.transport.world import join, leave
 
-    require_gpu(options.device)
-    world = join(deadline=_DEADLINE, device=options.device)
+        require_gpu(options.device)
+        world = join(deadline=_DEADLINE, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.leads and options.json:

@@ -10,10 +10,20 @@ import tyro
 
 from freescale import config as configs
 from freescale.bubbles import records
-from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
+from freescale.cli.options import (
+    Flag,
+    check_all,
+    parse,
+    print_json,
+    print_table,
+    require_at_least,
+    say,
+    write_page,
+)
 from freescale.data.stats import profile
 from freescale.data.store.dataset import Dataset
 from freescale.errors import UsageError
+from freescale.progress import track
 from freescale.simulate import calibrate, cluster
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.operations import Machine
@@ -53,6 +63,8 @@ class Options:
     """The page."""
     json: Flag = False
     """Print everything as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
 
 
 def run(argv: Sequence[str], prog: str) -> int:
@@ -60,13 +72,17 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if (options.run is None) == (options.from_data is None):
         raise UsageError("name a run, or --from-data and a data set", remedy=f"see {prog} --help")
-    if min((*options.gpus, options.steps - 4, options.batch + 1, options.max_history + 1)) < 1:
-        wrong = "--gpus must be at least 1, --steps at least 5, --batch and --max-history at least 1"
-        raise UsageError(wrong, remedy=f"see {prog} --help")
+    check_all(
+        lambda: Dataset(_asked(options)[0].data.path),
+        lambda: cluster.load(options.cluster),
+        lambda: require_at_least(options, gpus=1, steps=5, batch=1, max_history=1),
+    )
     question, said = _question(options)
     used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
     techniques = (Techniques(**used),) if options.without else ABLATION
-    outcomes = [one for ranks in sorted(options.gpus) for one in answer(question, ranks, techniques)]
+    asked, ranks_in_all = sorted(options.gpus), sum(options.gpus) * len(techniques)
+    found = (one for ranks in asked for one in answer(question, ranks, techniques))
+    outcomes = list(track(found, "simulating", total=ranks_in_all, size=lambda one: one.ranks))
     name = str(options.run or options.from_data)
     write_page(options.out, report(name, question.cluster, said, outcomes))
     if options.json:
@@ -97,14 +113,18 @@ def _question(options: Options) -> tuple[Question, list[str]]:
     return Question(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
 
 
-def _config(options: Options) -> tuple[configs.RunConfig, int]:
-    """The config that is simulated, and its samples per rank."""
+def _asked(options: Options) -> tuple[configs.RunConfig, int]:
+    """The config of the run or the recipe, and its samples per rank."""
     if options.run is None:
         config = configs.resolve(options.model)
-        config, batch = replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
-    else:
-        config = configs.of_run(options.run)
-        batch = max(1, config.data.global_batch // records.read_machine(options.run).ranks)
+        return replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
+    config = configs.of_run(options.run)
+    return config, max(1, config.data.global_batch // records.read_machine(options.run).ranks)
+
+
+def _config(options: Options) -> tuple[configs.RunConfig, int]:
+    """The config that is simulated, and its samples per rank."""
+    config, batch = _asked(options)
     data = replace(config.data, max_history=options.max_history or config.data.max_history)
     return replace(config, data=data), options.batch or batch
 

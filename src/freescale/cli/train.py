@@ -4,9 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from freescale.checkpoint.lock import RunLock
+from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
+from freescale.config import RunConfig
 from freescale.launch import launched_instead
 from freescale.launch.hosts import Hosts
+from freescale.progress import progress
 
 _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
@@ -21,15 +25,23 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Train here, or start the ranks that do."""
     options, config = parse_run(_parser(prog), argv)
     hosts = Hosts.parse(options.hosts, options.meet)
-    code = launched_instead(["train", *argv], ranks=options.nproc, hosts=hosts, restarts=options.restarts)
-    if code is not None:
-        return code
-    from freescale.train.run import train
-    from freescale.transport.world import join
-
-    asked = {"resume": options.resume, "tensorboard": options.tensorboard, "quiet": options.quiet}
     out = options.out or Path("runs") / Path(options.source).stem
-    return train(config, join(deadline=config.train.deadline), out, **asked)
+    preflight.train(config, out, options, joins=hosts is not None)
+    with RunLock(out) as lock:
+        start = {"ranks": options.nproc, "hosts": hosts, "restarts": options.restarts, "lock": lock}
+        code = launched_instead(["train", *argv], **start)
+        return code if code is not None else _train(options, config, out)
+
+
+def _train(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
+    """What every rank does."""
+    with progress("starting"):
+        from freescale.train.run import train
+        from freescale.transport.world import join
+
+        world = join(deadline=config.train.deadline)
+    asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
+    return train(config, world, out, **asked)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -40,6 +52,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--meet", default="", metavar="HOST:PORT", help="where they meet; on every host the same")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
+    changes = "resume with values that change the training result; without this flag they are refused"
+    parser.add_argument("--accept-changes", action="store_true", help=changes)
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors and notes; the files tell all")
     return parser

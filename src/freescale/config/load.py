@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from freescale.config.document import comments
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import RunConfig
 from freescale.errors import ConfigError, UsageError, nearest, reason
@@ -74,26 +75,33 @@ def save(run: RunConfig, path: str | Path) -> None:
     Path(path).write_text(to_toml(run), encoding="utf-8")
 
 
-def to_toml(run: RunConfig) -> str:
-    """Write every field, so that a later change of a default changes nothing here."""
-    return "\n".join(_sections(run, ())).lstrip("\n") + "\n"
+def to_toml(run: RunConfig, *, explain: bool = False) -> str:
+    """Write every field, so that a later change of a default changes nothing here.
+
+    `explain`: with the meaning of each field as a comment above it.
+    """
+    return "\n".join(_sections(run, (), explain=explain)).lstrip("\n") + "\n"
 
 
-def _sections(node: Any, path: tuple[str, ...]) -> list[str]:
+def _sections(node: Any, path: tuple[str, ...], *, explain: bool) -> list[str]:
     fields = [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
-    lines = [f"\n[{'.'.join(path)}]"] if path else []
-    lines += [f"{name} = {_literal(value)}" for name, value in fields if not dataclasses.is_dataclass(value)]
+    said = comments(node) if explain else {}
+    lines = ["", *said.get("", []), f"[{'.'.join(path)}]"] if path else [*said.get("", []), *([""] if explain else [])]
+    for name, value in fields:
+        if not dataclasses.is_dataclass(value):
+            lines += [*said.get(name, []), f"{name} = {literal(value)}"]
     for name, value in fields:
         if dataclasses.is_dataclass(value):
-            lines += _sections(value, (*path, name))
+            lines += _sections(value, (*path, name), explain=explain)
     return lines
 
 
-def _literal(value: object) -> str:
+def literal(value: object) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, (bool, str)):  # as in JSON, but for one character that TOML's strings may not hold
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
+        return "[" + ", ".join(literal(item) for item in value) + "]"
     return repr(value)
 
 

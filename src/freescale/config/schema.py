@@ -87,6 +87,9 @@ class TaskConfig:
     """Retrieval: wrong items drawn for every event."""
     temperature: float = 0.05
     """Retrieval: cosines are divided by it."""
+    seen: Literal["exclude", "allow"] = "exclude"
+    """Retrieval: whether items of the history can be recommended, in evaluation and prediction alike. exclude: they
+    cannot, and held-out items among them count as misses. allow: for logs in which users return to items."""
     labels: tuple[str, ...] = ()
     """Ranking: columns of candidate labels (0 or 1), one binary task each."""
 
@@ -238,3 +241,6 @@ class RunConfig:
         fits = self.tables.placement == "replicated" or self.model.dim % 4 == 0
         rule = 'a multiple of 4 when tables.placement = "sharded" (FBGEMM wants it), or use "replicated"'
         _require(fits, "model.dim", self.model.dim, rule)
+        predicts = self.task.kind != "retrieval" or self.data.max_history >= 2
+        rule = 'at least 2 when task.kind = "retrieval": the loss is that of the next event'
+        _require(predicts, "data.max_history", self.data.max_history, rule)

@@ -12,6 +12,7 @@ from typing import Literal
 from freescale.config import DataConfig
 from freescale.data.ahead import run_ahead
 from freescale.data.batch import Batch, assemble
+from freescale.data.identity import DataIdentity
 from freescale.data.order.cursor import Cursor, Order, Share
 from freescale.data.split import Split
 from freescale.data.store.columns import Group
@@ -48,6 +49,7 @@ class Loader:
         self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
         known = self.dataset.manifest.items if self.dataset.manifest else 0
         self.known = KnownItems(known, config.oov_rows)
+        self.identity = DataIdentity.of(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
         self.unknown_items = 0
         self._config, self._rank, self._ranks = config, rank, ranks

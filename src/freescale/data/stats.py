@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from freescale.data.store.columns import Group
 from freescale.data.store.dataset import Dataset
+from freescale.progress import track
 
 Ints = NDArray[np.int64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -81,7 +82,8 @@ class Profile:
 def profile(dataset: Dataset, *, workers: int = 2) -> Profile:
     """Read a whole data set once and describe it."""
     lengths, items = Tally(), Tally()
-    for group in _groups(dataset, workers):
+    groups = _groups(dataset, workers)
+    for group in track(groups, f"reading {dataset.address}", total=dataset.layout.groups, unit="row groups"):
         column = group.columns["item_id"]
         lengths.add(column.lengths[group.usable])
         items.add(column.values)

@@ -4,14 +4,31 @@ On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of it
 batch, ids outside it are folded into a few rows behind it by a hash, so that a new item trains something stable.
 """
 
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from freescale.data.order.permute import mix
 
 FILE = "vocabulary.parquet"
+
+
+def fingerprint(keys: pa.Array) -> str:
+    """Digest of item keys in the order of their numbers: equal only where every number means the same item."""
+    digest = hashlib.sha256(b"integer" if pa.types.is_integer(keys.type) else b"text")
+    texts = keys.cast(pa.large_string())
+    offsets = np.frombuffer(texts.buffers()[1], dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+    digest.update(np.diff(offsets).tobytes())
+    digest.update(memoryview(texts.buffers()[2] or b"")[offsets[0] : offsets[-1]])
+    return digest.hexdigest()
+
+
+def numbered_fingerprint(items: int) -> str:
+    """Digest of a catalogue whose items are their numbers, as in a synthetic log."""
+    return hashlib.sha256(b"numbers %d" % items).hexdigest()
 
 
 class KnownItems(NamedTuple):

@@ -31,6 +31,8 @@ class Route(NamedTuple):
     """What each rank asks of this one."""
     local: dict[str, Tensor]
     """Per table, the own rows that the others ask for, by rank; counted from the first own row."""
+    exhausted: tuple[int, ...] = ()
+    """Ranks that have no such batch. If there are any, all ranks know, and no ids were sent."""
 
     def nothing(self) -> "Route":
         """A route of the same tables and ranks without any rows."""
@@ -69,14 +71,20 @@ class Exchange:
         self._tables, self._transport = list(tables), transport
         self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
 
-    def send_ids(self, wanted: Mapping[str, Wanted]) -> Route:
-        """Ask the owners for rows, and learn what the others want."""
+    def send_ids(self, wanted: Mapping[str, Wanted], *, exhausted: bool = False) -> Route:
+        """Ask the owners for rows, and learn what the others want.
+
+        `exhausted`: this rank has no batch. It wants nothing, and tells the others in the exchange of counts.
+        """
         uniques = [wanted[table.name].unique for table in self._tables]
         cuts = [table.cuts(unique, self._ranks) for table, unique in zip(self._tables, uniques, strict=True)]
         counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._ranks)]
         one_each = [1] * self._ranks
-        told = torch.tensor(counts, device=uniques[0].device)
-        asked = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
+        told = torch.tensor([[*count, int(exhausted)] for count in counts], device=uniques[0].device)
+        heard = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
+        if ended := tuple(rank for rank, (*_, flag) in enumerate(heard) if flag):
+            return Route([], [], {}, ended)
+        asked = [count for *count, _ in heard]
         ids = self._begin(uniques, counts, asked, name="ids")()
         first = [table.owned(self._rank, self._ranks).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}

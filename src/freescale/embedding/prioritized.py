@@ -32,6 +32,8 @@ class Journey:
     """Of the batch before, until it is known which rows both have."""
     lr: Mapping[str, float] = field(default_factory=dict)
     """Learning rate of each table in the step that computes the batch."""
+    exhausted: bool = False
+    """Whether this rank has no batch here: its loader ended before the step."""
     route: Route | None = None
     shared: dict[str, Shared] = field(default_factory=dict)
     """Of own rows that were asked for: which are in the batch before too, and which of that one's are in this."""
@@ -53,6 +55,11 @@ class Journey:
     """Whether its gradients must change nothing, wherever they are by now: the same on all ranks."""
 
     @property
+    def canceled(self) -> bool:
+        """Whether some rank has no such batch, so that no rank computes it. Known once ids were exchanged."""
+        return self.route is not None and bool(self.route.exhausted)
+
+    @property
     def row_gradients(self) -> dict[str, Tensor]:
         """Of all rows that travelled here."""
         rows = given(self.rows)
@@ -67,7 +74,7 @@ class RowOperations:
 
     def send_ids(self, journey: Journey, lane: str) -> None:
         """Ask the owners of the rows for them."""
-        journey.route = self._tables.exchanges[lane].send_ids(journey.wanted)
+        journey.route = self._tables.exchanges[lane].send_ids(journey.wanted, exhausted=journey.exhausted)
 
     def look_up(self, journey: Journey, _: str) -> None:
         """Read the own rows that all ranks asked for."""

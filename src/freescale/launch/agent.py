@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import FrameType
 
 from freescale.errors import INTERRUPTED, TransportError, reason
+from freescale.launch import AGENT
 from freescale.launch.decide import Seen, Verdict, decide
 from freescale.launch.meeting import SILENT_SECONDS, Meeting
 from freescale.launch.ranks import LocalRanks
@@ -33,6 +34,7 @@ class Agent:
     def __init__(self, meeting: Meeting, words: Sequence[str], *, ranks: int, restarts: int) -> None:
         self._meeting, self._words, self._ranks, self._restarts = meeting, words, ranks, restarts
         self._local: LocalRanks | None = None
+        self._starting = False
         self._asked_at = self._paused_at = 0.0
         self._looked, self._beaten = time.monotonic(), 0.0
         self._ended = threading.Event()
@@ -67,7 +69,7 @@ class Agent:
         """One generation from its beginning to its verdict."""
         first, ranks = self._opened(number)
         if self._meeting.id in first:
-            self._local = LocalRanks(self._words, self._environments(number, first[self._meeting.id], ranks))
+            self._start(self._environments(number, first[self._meeting.id], ranks))
         verdict = self._before = self._verdict(number, first)
         if self._local is not None:
             self._local.end()
@@ -76,6 +78,14 @@ class Agent:
             follows = "ranks start again" if verdict.code is None else "no restarts are left"
             notice(f"generation {number}: {verdict.why}; {follows if verdict.code in (None, 1, 5) else 'the run ends'}")
         return verdict.code
+
+    def _start(self, environments: list[dict[str, str]]) -> None:
+        """Start the ranks of this host. A signal that comes meanwhile is passed on as soon as all are there."""
+        self._starting = True
+        self._local = LocalRanks(self._words, environments)
+        self._starting = False
+        if self._asked_at:
+            self._local.signal(signal.SIGTERM)
 
     def _opened(self, number: int) -> tuple[dict[int, int], int]:
         """Wait for a generation to begin; who serves the store begins it when enough hosts are there."""
@@ -133,7 +143,10 @@ class Agent:
         asked_at = self._asked_at or self._paused_at
         if asked_at and time.monotonic() - asked_at > _SECONDS_TO_SAVE:
             local.end()
-        return [INTERRUPTED if self._asked_at and code and code < 0 else code for code in local.codes()]
+        lost = TransportError.exit_code  # which ranks say when another ended first
+        return [
+            INTERRUPTED if self._asked_at and code and (code < 0 or code == lost) else code for code in local.codes()
+        ]
 
     def _conclude_if_due(self, number: int, first: dict[int, int], lost_at: float) -> float:
         """Decide, for all hosts, once ranks that lost another have had the time to say so. Gives when one was lost."""
@@ -162,6 +175,7 @@ class Agent:
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": number,
+            AGENT: os.getpid(),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or self._meeting.interface(),
         }
         if self._before is not None:
@@ -199,7 +213,8 @@ class Agent:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Pass it on: the ranks of all hosts agree to end after a step, and save."""
-        if self._local is None:
+        if self._local is None and not self._starting:
             raise KeyboardInterrupt
         self._asked_at = self._asked_at or time.monotonic()
-        self._local.signal(signal.Signals(number))
+        if self._local is not None:
+            self._local.signal(signal.Signals(number))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from freescale.errors import INTERRUPTED, TransportError
 
-_LASTING = (2, 3, 4, 6)
-"""Exit codes of what would fail again: wrong use, unusable data, a faulty install, numbers that are none."""
+_LASTING = (2, 3, 4, 6, 7)
+"""Exit codes of what would fail again: wrong use, unusable data, a faulty install, NaN, an unwritable folder."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from freescale.transport.world import name_in_store
 SILENT_SECONDS = 15.0
 """After which an agent or the store that gave no sign is taken to be lost."""
 _JOIN_SECONDS = 600.0
+_CONNECT_SECONDS, _CONNECT_AGAIN_SECONDS = 5.0, 0.2
 _SIOCGIFADDR = 0x8915
 
 
@@ -171,13 +172,27 @@ def _store(address: tuple[str, int], listener: socket.socket | None) -> dist.Sto
     waits = timedelta(seconds=_JOIN_SECONDS)
     try:
         if listener is None:
+            _wait_for(address)
             return dist.TCPStore(*address, is_master=False, timeout=waits)
         # The store takes the descriptor over and closes it, so it gets one of its own.
         given = listener.dup().detach()
         return dist.TCPStore(*address, is_master=True, wait_for_workers=False, timeout=waits, master_listen_fd=given)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise TransportError(
             f"nobody serves the store at {address[0]}:{address[1]}",
             where=reason(error),
             remedy="start the agent of that host, and see that nothing blocks the port",
         ) from error
+
+
+def _wait_for(address: tuple[str, int]) -> None:
+    """Wait until somebody listens there. Torch would wait in native code, where no signal is heard."""
+    until = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{reason(error)}, for {_JOIN_SECONDS:.0f} s") from error
+            time.sleep(_CONNECT_AGAIN_SECONDS)

@@ -6,14 +6,14 @@ Torch and TorchRec take five seconds to import: here once, and not for every ran
 import gc
 import os
 import signal
+import sys
 
-from freescale.launch.ranks import end_with_parent
+from freescale.launch import AGENT
+from freescale.launch.ranks import HELD_BACK, end_with_parent
 
 end_with_parent(name="freescale-fork")
-
-HELD_BACK = {signal.SIGTERM, signal.SIGINT}
-"""Signals to all processes of a job are meant for its ranks: if this one ended, they would be killed amid their saving.
-A rank that was just forked gets them when it lets them come."""
+if os.environ.get(AGENT, str(os.getppid())) != str(os.getppid()):
+    sys.exit()  # the agent ended before this process could ask to end with it
 signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 
 # To count devices must not initialize CUDA: a process that is forked afterwards could not use it.

@@ -13,14 +13,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 
+from freescale.launch import AGENT
 from freescale.launch.voices import Voices, speaker
 from freescale.log import heard_by, tell
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+HELD_BACK = {signal.SIGTERM, signal.SIGINT}
+"""Signals to all processes of a job are meant for its ranks: if the process that forks them ended, they would be killed
+amid their saving. A rank that was just forked gets them when it lets them come."""
 
 
 class LocalRanks:
@@ -54,9 +58,16 @@ class LocalRanks:
 
 
 def prepare() -> None:
-    """Begin to import, in a process of its own, what ranks need."""
+    """Begin to import, in a process of its own, what ranks need. Signals are held back before it runs any code."""
     _CONTEXT.set_forkserver_preload(["freescale.launch.nursery"])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # which would let signals come again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    os.environ[AGENT] = str(os.getpid())
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[AGENT]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def wait_until_prepared() -> None:
@@ -72,8 +83,6 @@ def _nothing() -> None:
 
 def _be_rank(words: Sequence[str], environment: Mapping[str, str], mouth: Connection) -> None:
     """What a forked process does: `freescale WORDS`, as if it had been started with this environment."""
-    from freescale.launch.nursery import HELD_BACK
-
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     os.environ.update(environment)
     end_with_parent(name=f"freescale-r{environment['RANK']}")

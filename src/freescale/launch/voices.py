@@ -4,7 +4,6 @@ Each rank has a pipe of its own: one that is killed while it speaks keeps nobody
 """
 
 import multiprocessing
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -12,8 +11,6 @@ from multiprocessing.connection import Connection, wait
 from freescale.log import tell
 
 _LOOK_SECONDS = 0.1
-_CLEAR_LINE = "\r\033[K"
-"""There may be a progress bar, which is drawn again underneath."""
 
 
 class Voices:
@@ -48,7 +45,7 @@ class Voices:
                 if not (text := self._next(ear)) or text in heard:
                     continue
                 heard.add(text)
-                tell(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}")
+                tell(text)
 
     def _next(self, ear: Connection) -> str:
         """What came out of a pipe; nothing, and the pipe is forgotten, once its rank has ended."""

@@ -6,4 +6,5 @@ Charts are drawn by hand because they are few and must open offline on any machi
 from freescale.page.axes import Axis
 from freescale.page.blocks import Bar, Lane, Piece, heat_map, legend, stacked_bars, timeline
 from freescale.page.charts import Series, histogram, line_chart, scatter
-from freescale.page.document import document, section, table
+from freescale.page.curves import Mark, colours_of, curve_chart
+from freescale.page.document import document, figure, grid, section, table

@@ -3,6 +3,7 @@
 Rows get thinner as they become more, and are named only as densely as names fit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,18 +71,23 @@ def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
 def heat_map(
     names: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], *, rows: str, axis: str, unit: str
 ) -> str:
-    """A cell per row and column, darker where the value is larger. Equal neighbours in a row are drawn as one."""
+    """A cell per row and column, darker where the value is larger; none where it is NaN.
+
+    Equal neighbours in a row are drawn as one.
+    """
     frame = _Rows(names, float(len(columns)))
-    most = max((value for row in values for value in row), default=0.0) or 1.0
+    most = max((value for row in values for value in row if not math.isnan(value)), default=0.0) or 1.0
     marks = []
     for row, of_row in enumerate(values):
-        shades = [round(_SHADES * value / most) for value in of_row]
+        shades = [None if math.isnan(value) else round(_SHADES * value / most) for value in of_row]
         begin = 0
         for end in range(1, len(shades) + 1):
             if end == len(shades) or shades[end] != shades[begin]:
                 which = columns[begin] if end - begin == 1 else f"{columns[begin]} to {columns[end - 1]}"
                 says = f"{rows} {names[row]}, {which}: {of_row[begin]:.2f} {unit}"
-                marks.append(frame.block(row, begin, end, _shade(shades[begin] / _SHADES), says))
+                shade = shades[begin]
+                if shade is not None:
+                    marks.append(frame.block(row, begin, end, _shade(shade / _SHADES), says))
                 begin = end
     every = max(1, -(-len(columns) // 10))
     marks += [frame.column(place + 0.5, columns[place]) for place in range(0, len(columns), every)]

@@ -20,6 +20,19 @@ def upright(y: float, words: str) -> str:
     return f'<text transform="translate(16 {y:.1f}) rotate(-90)" text-anchor="middle">{escape(words)}</text>'
 
 
+def area(x: float, y: float, width: float, height: float, says: str) -> str:
+    """An invisible rectangle that says something when it is hovered over."""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="area" {place}><title>{escape(says)}</title></rect>'
+
+
+def mark(x: float, top: float, floor: float, colour: str, says: str) -> str:
+    """A dashed upright line that says something when it is hovered over."""
+    place = f'x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{floor:.1f}"'
+    seen = f'<line {place} stroke="{colour}" stroke-width="1.5" stroke-dasharray="4 3"/>'
+    return f'<g>{seen}<line {place} stroke="transparent" stroke-width="9"/><title>{escape(says)}</title></g>'
+
+
 def line(x1: float, y1: float, x2: float, y2: float, *, kind: str = "grid") -> str:
     """A straight line."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'

@@ -1,6 +1,6 @@
 """A run on other clusters, at other sizes, with and without each technique."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,11 +93,11 @@ class Question:
         return [self.cluster.drawn(np.random.default_rng([self.seed, draw])) for draw in range(_DRAWS)]
 
 
-def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> list[Outcome]:
+def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> Iterator[Outcome]:
     """One outcome for each set of techniques, over the same samples."""
     drawn = question.drawn(ranks)
     loads = {balanced: question.loads(drawn, ranks, balanced=balanced) for balanced in {t.balance for t in techniques}}
-    return [_outcome(question, ranks, one, loads[one.balance]) for one in techniques]
+    yield from (_outcome(question, ranks, one, loads[one.balance]) for one in techniques)
 
 
 def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:

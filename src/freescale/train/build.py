@@ -109,6 +109,7 @@ def build(
         step=step,
         bubbles=bubbles,
         cost=cost,
+        data=loader.identity,
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
     journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard, quiet=quiet)

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from freescale.config import RunConfig
+from freescale.data.batch import Batch
+from freescale.data.identity import DataIdentity
 from freescale.data.loader import Loader
+from freescale.data.store.dataset import Dataset
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, nearest
 from freescale.log import notice
+from freescale.progress import track
 from freescale.train.network import Network
 from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
 from freescale.transport.world import World
@@ -17,15 +21,21 @@ Evaluation = Callable[[], dict[str, float]]
 
 def evaluation_of(config: RunConfig, world: World, network: Network, tables: ShardedTables | None) -> Evaluation | None:
     """How a run of this config is evaluated; None where there is nothing to evaluate on."""
-    if config.data.test_path:
-        _require_fitting(config, world, network)
-    elif config.data.split == "none" or config.task.kind == "ranking":
+    if not config.data.test_path and (config.data.split == "none" or config.task.kind == "ranking"):
         return None
-    measure = _retrieval if config.task.kind == "retrieval" else _ranking
+    if config.data.test_path:
+        _require_fitting(config, world)
+    if config.data.test_path or config.data.split == "time":
+        _require_targets(config, world)
 
     def evaluate() -> dict[str, float]:
         loader = _loader(config, world)
-        metrics = measure(loader, world, network, tables)
+        if config.task.kind == "retrieval":
+            seen = config.task.seen == "exclude"
+            corpus = Corpus(network, tables, loader.known.items, world.device, exclude_seen=seen)
+            metrics = _retrieval(loader, corpus, config, world)
+        else:
+            metrics = _ranking(loader, world, network, tables)
         if config.data.test_path:  # of events held out of the training data, training tells
             for line in loader.report():
                 notice(f"in {config.data.test_path}: {line}")
@@ -34,16 +44,22 @@ def evaluation_of(config: RunConfig, world: World, network: Network, tables: Sha
     return evaluate
 
 
-def _retrieval(loader: Loader, world: World, network: Network, tables: ShardedTables | None) -> dict[str, float]:
-    corpus = Corpus(network, tables, loader.known.items, world.device)
-    sums = retrieval_sums_of(corpus, iter(loader))
-    return retrieval_means(world.transport.all_reduce(sums, name="metrics").wait())
+def _retrieval(loader: Loader, corpus: Corpus, config: RunConfig, world: World) -> dict[str, float]:
+    sums = retrieval_sums_of(corpus, track(loader, "evaluating", unit="batches"))
+    metrics = retrieval_means(world.transport.all_reduce(sums, name="metrics").wait())
+    if not metrics["users"]:
+        raise _no_targets(config)
+    if world.leads and metrics["seen_targets"]:
+        share = f"{metrics['seen_targets']:.1%} of the held-out items are already in the user's history"
+        notice(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')
+    return metrics
 
 
 def _ranking(loader: Loader, world: World, network: Network, tables: ShardedTables | None) -> dict[str, float]:
     from freescale.train.rank import Ranker, ranking_metrics  # torchrec takes seconds to import
 
-    return ranking_metrics(Ranker(network, tables, world.device), iter(loader), world)
+    batches = track(loader, "evaluating", unit="batches")
+    return ranking_metrics(Ranker(network, tables, world.device), batches, world)
 
 
 def _loader(config: RunConfig, world: World) -> Loader:
@@ -56,15 +72,41 @@ def _loader(config: RunConfig, world: World) -> Loader:
     return Loader(data, seed=config.seed, rank=world.rank, ranks=world.ranks, part="test")
 
 
-def _require_fitting(config: RunConfig, world: World, network: Network) -> None:
+def _require_fitting(config: RunConfig, world: World) -> None:
     """Refuse test data that the model cannot be asked about, before anything is trained."""
     loader = _loader(config, world)
-    rows, _ = network.model.tables["item"]
-    if loader.known.rows != rows:
-        what = f"data.test_path has {loader.known.items:,} items and the model {rows - config.data.oov_rows:,}"
-        remedy = "import it with `--vocabulary` and the training data's folder, so that items have the same numbers"
-        raise DataError(what, where=config.data.test_path, remedy=remedy)
+    trained = Dataset(config.data.path, features=config.data.features)
+    loader.identity.require(DataIdentity.of(trained), where=f"data.test_path = {config.data.test_path}")
     require_labels(config, loader, "data.test_path")
+
+
+def _require_targets(config: RunConfig, world: World) -> None:
+    """Refuse to train for an evaluation that would have nothing to ask. Reads until the first target is found."""
+    ranking = config.task.kind == "ranking"
+    has_target = any(_has_candidate(batch) if ranking else _has_target(batch) for batch in _loader(config, world))
+    if not world.transport.total(int(has_target), name="targets"):
+        raise _no_targets(config)
+
+
+def _has_target(batch: Batch) -> bool:
+    return batch.targets is not None and bool(((batch.targets.lengths > 0) & (batch.history.lengths > 0)).any())
+
+
+def _has_candidate(batch: Batch) -> bool:
+    return batch.candidates is not None and bool((batch.candidates.lengths > 0).any())
+
+
+def _no_targets(config: RunConfig) -> DataError:
+    """Why there is nothing to evaluate on."""
+    data = config.data
+    if config.task.kind == "ranking":
+        why, remedy = "no history has a candidate", "give data.test_path a data set with candidates and labels"
+    elif data.split == "time":
+        why = f"no user has events both before and from data.split_time = {data.split_time} on"
+        remedy = "choose a data.split_time (seconds since the epoch) inside the time span of the log"
+    else:
+        why, remedy = "every history has fewer than 2 events", "give a log with longer histories, or data.split = none"
+    return DataError(f"nothing to evaluate on: {why}", where=data.test_path or data.path, remedy=remedy)
 
 
 def require_labels(config: RunConfig, loader: Loader, where: str) -> None:

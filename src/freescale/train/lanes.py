@@ -59,6 +59,8 @@ class Lanes(Generic[F]):
         self.most_held = Held(*map(max, self.most_held, now))
 
     def _do(self, operation: Operation, flight: F) -> Rest | None:
+        if flight.journey.canceled:  # on all ranks alike, so nobody waits for an exchange that is skipped
+            return None
         behind = operation.lane == "deferred" and self.executor.overlaps  # another thread: only its traffic is recorded
         if behind:
             self._deferred_cause = operation.cause

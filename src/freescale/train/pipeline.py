@@ -8,6 +8,7 @@ for anything else says so.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import length_hint
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from freescale.embedding.sharder import PrioritizedEmbeddingCollection, Serve
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import deduplicate
 from freescale.errors import UsageError
+from freescale.log import notice
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial
 from freescale.train.lanes import Lanes
@@ -39,8 +41,8 @@ B = TypeVar("B")
 class Flight(Generic[B]):
     """One batch on its way."""
 
-    batch: B
-    """As the loader gave it."""
+    batch: B | None
+    """As the loader gave it. None when the loader of this rank has ended."""
     journey: Journey = field(default_factory=Journey)
     features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
     """Of each collection."""
@@ -56,7 +58,8 @@ class Pipeline(Generic[B]):
 
     for output in fs.Pipeline(model, optimizer, loader): ...
 
-    In training the model gives (losses, output). Every rank must have equally many batches. `features`: which
+    In training the model gives (losses, output). Where ranks have unequal numbers of batches, all stop after the last
+    step for which every rank has one, and a rank that has batches left logs how many. `features`: which
     KeyedJaggedTensors a batch holds, where they are not fields of it. `bubbles`: records where the time goes.
     `transport`: which way rows take; probed without.
     """
@@ -94,22 +97,28 @@ class Pipeline(Generic[B]):
         recorder = None if bubbles is None else bubbles.recorder
         schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
         self._lanes: Lanes[Flight[B]] = Lanes(schedule, self, self._tables, ways, recorder, self._device)
+        self._rank = group.rank()
         self._divisor = group.size() if get_gradient_division() else 1
         self._computing: Flight[B] | None = None
         for path, collection in found:
             collection.served(self._served(path), settle=self.settle, forget=self.forget)
 
     def __iter__(self) -> Iterator[Any]:
-        """Train on every batch that the loader gives."""
-        batches = iter(self._loader)
-        batch = next(batches, None)
+        """Train on the batches of the loader, until it ends on some rank."""
+        batches, steps = iter(self._loader), 0
+        flight: Flight[B] = _flight(next(batches, None))
         try:
-            while batch is not None:
-                following = next(batches, None)
-                yield self._step(batch, following)
-                batch = following
+            while not flight.journey.canceled:
+                following: Flight[B] = _flight(next(batches, None), before=flight.journey)
+                self._lanes.run(flight, following)
+                if not flight.journey.canceled:
+                    steps += 1
+                    yield flight.output
+                    keep = following.journey.canceled or following is self._lanes.executor.expected
+                    flight = following if keep else _flight(following.batch)
+            self._log_leftover(flight, steps)
         finally:
-            self.settle()
+            self.forget()
 
     def settle(self) -> None:
         """Bring the tables to where they stand after the last step. Called by itself before they are read or saved."""
@@ -128,16 +137,22 @@ class Pipeline(Generic[B]):
         """The most bytes that batches under way held on this rank between two steps."""
         return self._lanes.most_held
 
-    def _step(self, batch: B, following: B | None) -> Any:
-        flight = self._lanes.executor.expected
-        if flight is None or flight.batch is not batch:
-            flight = Flight(batch)
-        after = None if following is None else Flight(following, Journey(before=flight.journey))
-        self._lanes.run(flight, after)
-        return flight.output
+    def _log_leftover(self, flight: Flight[B], steps: int) -> None:
+        """Say what this rank did not train on because another one has no batch for the step of `flight`."""
+        if flight.batch is not None:
+            left = max(1, length_hint(self._loader) - steps)
+            ended = ", ".join(map(str, given(flight.journey.route).exhausted))
+            notice(
+                f"pipeline: rank {self._rank} has at least {left} batches left that are not trained on, "
+                f"since the loaders of these ranks ended after step {steps}: {ended}"
+            )
 
     def prepare(self, flight: Flight[B], _: Operation) -> None:
         """Bring the batch to the device and find the distinct ids of every table."""
+        if flight.batch is None:
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            flight.journey.wanted = {table.name: deduplicate(nothing, rows=table.rows) for table in self._tables.tables}
+            return
         move = getattr(flight.batch, "to", None)
         flight.on_device = flight.batch if move is None else move(self._device, non_blocking=True)
         found = list(self._features(flight.on_device))
@@ -194,6 +209,10 @@ class Pipeline(Generic[B]):
             return {f: JaggedTensor(values=values[f], lengths=of_feature[f].lengths()) for f in tables}
 
         return serve
+
+
+def _flight(batch: B | None, before: Journey | None = None) -> Flight[B]:
+    return Flight(batch, Journey(before=before, exhausted=batch is None))
 
 
 def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:

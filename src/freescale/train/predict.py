@@ -3,20 +3,50 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 
 from freescale.data.loader import Loader
+from freescale.data.sources.histories import USERS_FILE
 from freescale.data.vocabulary import FILE as VOCABULARY
 from freescale.errors import UsageError
+from freescale.progress import track
 from freescale.train.retrieve import SAMPLES
 from freescale.train.saved import Saved
 
 
-def predict(saved: Saved, folder: Path, *, count: int) -> int:
-    """Write `count` items and their scores for each user of this rank, and give how many users these were."""
+class Predicted(NamedTuple):
+    """What was written."""
+
+    users: int
+    short: int
+    """Users for whom fewer items could be recommended than were asked for."""
+
+
+class _Keys(NamedTuple):
+    """The keys that users and items have in the log; None where their numbers are the keys."""
+
+    users: pa.Array | None
+    items: pa.Array | None
+
+    @staticmethod
+    def of(data: Path) -> "_Keys":
+        return _Keys(_key_column(data / USERS_FILE), _key_column(data / VOCABULARY))
+
+    def schema(self) -> pa.Schema:
+        user = pa.int64() if self.users is None else self.users.type
+        item = pa.int64() if self.items is None else self.items.type
+        lists = {"item": item, "item_id": pa.int64(), "score": pa.float32()}
+        listed = [(name, pa.list_(kind)) for name, kind in lists.items()]
+        return pa.schema([("user", user), ("user_id", pa.int64()), *listed])
+
+
+def predict(saved: Saved, folder: Path, *, count: int) -> Predicted:
+    """Write up to `count` items and their scores for each user of this rank."""
     world, data = saved.world, replace(saved.config.data, split="none", global_batch=SAMPLES * saved.world.ranks)
     if folder.exists() and any(folder.glob("*.parquet")):
         what = "there are predictions in this folder already"
@@ -24,43 +54,38 @@ def predict(saved: Saved, folder: Path, *, count: int) -> int:
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader(data, seed=saved.config.seed, rank=world.rank, ranks=world.ranks)
-    keys = _keys(Path(data.path))
-    users = 0
-    with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", _schema(keys)) as writer:
+    keys = _Keys.of(Path(data.path))
+    users = short = 0
+    with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", keys.schema()) as writer:
         for table in _tables(saved, loader, keys, count):
             writer.write_table(table)
             users += table.num_rows
-    return users
+            short += int((table["item_id"].chunk(0).value_lengths().to_numpy() < count).sum())
+    return Predicted(users, short)
 
 
-def _tables(saved: Saved, loader: Loader, keys: pa.Array | None, count: int) -> Iterator[pa.Table]:
+def _tables(saved: Saved, loader: Loader, keys: _Keys, count: int) -> Iterator[pa.Table]:
     corpus = saved.corpus()
-    for batch in loader:
+    for batch in track(loader, "ranking users", unit="batches"):
         best, scores = corpus.top(batch, count)
-        columns: dict[str, pa.Array] = {
-            "user_id": pa.array(batch.scalars["user_id"].numpy()),
-            "item_id": _lists(_flat(best), best.shape[1]),
-            "score": _lists(_flat(scores.float()), best.shape[1]),
+        best, scores = best.cpu(), scores.float().cpu()
+        recommended = scores > -torch.inf  # excluded items have no score
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), recommended.sum(1).cumsum(0)])
+        items = pa.array(best[recommended].numpy())
+        user_id = pa.array(batch.scalars["user_id"].numpy())
+        columns = {
+            "user": user_id if keys.users is None else keys.users.take(user_id),
+            "user_id": user_id,
+            "item": _lists(offsets, items if keys.items is None else keys.items.take(items)),
+            "item_id": _lists(offsets, items),
+            "score": _lists(offsets, pa.array(scores[recommended].numpy())),
         }
-        if keys is not None:
-            columns["item"] = _lists(keys.take(_flat(best)), best.shape[1])
-        yield pa.table(columns, schema=_schema(keys))
+        yield pa.table(columns, schema=keys.schema())
 
 
-def _schema(keys: pa.Array | None) -> pa.Schema:
-    fields = [("user_id", pa.int64()), ("item_id", pa.list_(pa.int64())), ("score", pa.list_(pa.float32()))]
-    return pa.schema(fields if keys is None else [*fields, ("item", pa.list_(keys.type))])
+def _lists(offsets: Tensor, values: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(offsets.numpy(), pa.int32()), values)
 
 
-def _flat(values: Tensor) -> pa.Array:
-    return pa.array(values.flatten().cpu().numpy())
-
-
-def _lists(flat: pa.Array, length: int) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(flat, length).cast(pa.list_(flat.type))
-
-
-def _keys(data: Path) -> pa.Array | None:
-    """The names that items had in the log, where the import kept them."""
-    path = data / VOCABULARY
+def _key_column(path: Path) -> pa.Array | None:
     return pq.read_table(path, columns=["key"])["key"].combine_chunks() if path.exists() else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,58 +17,86 @@ SAMPLES = 512
 """Samples that a rank should rank at a time: the rows of the corpus travel once for all of them."""
 
 
+class TargetRanks(NamedTuple):
+    """Where the held-out items of some samples rank."""
+
+    before: Tensor
+    """Recommendable items that score at least as high as the target; infinite where it cannot be recommended."""
+    seen: Tensor
+    """Targets that are in the history and are therefore excluded."""
+    unknown: Tensor
+    """Targets outside the vocabulary, which have no row of their own."""
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Items and the model that ranks them. Every rank must ask the same questions, since rows travel for each."""
+    """Items and the model that ranks them. Every rank must ask the same questions, since rows travel for each.
+
+    `target_ranks` (evaluation) and `top` (prediction) follow one rule for what can be recommended: items of the
+    vocabulary, and with `exclude_seen` only those that are not in the history that the model reads.
+    """
 
     network: Network
     tables: ShardedTables | None
     items: int
     """Items that can be recommended; the rows behind them are shared by unknown ones."""
     device: torch.device
+    exclude_seen: bool = True
     piece: int = 8_192
     """Items ranked at a time."""
 
     @torch.no_grad()
-    def places(self, batch: Batch) -> Tensor:
-        """How many unseen items stand before the held-out one, for each sample of this rank that has one.
+    def target_ranks(self, batch: Batch) -> TargetRanks:
+        """Rank the held-out item of each sample of this rank that has one, and a history to predict it from.
 
-        Items with the very score of the right one stand before it: a model that cannot tell items apart gets no credit.
+        Items with the very score of the target rank before it: a model that cannot tell items apart gets no credit.
         """
         batch = batch.to(self.device)
         assert batch.targets is not None
         asked = (batch.targets.lengths > 0) & (batch.history.lengths > 0)
-        right = batch.targets["item_id"][batch.targets.offsets[:-1][asked]]
+        target = batch.targets["item_id"][batch.targets.offsets[:-1][asked]]
         queries = self._queries(batch)[asked]
-        own = (queries @ self._rows(right).T).diagonal()  # a product like those below, so that equal means equal
-        # What does not count: everything that a sample has seen, and the right item itself.
-        seen_by = _sample_of(batch.history)
-        kept = asked[seen_by]
-        number = (asked.cumsum(0) - 1)[seen_by[kept]]
-        itself = torch.arange(len(right), device=self.device)
-        who, item = _once(torch.cat([number, itself]), torch.cat([batch.history["item_id"][kept], right]))
-        before = torch.zeros_like(right)
+        own = (queries @ self._rows(target).T).diagonal()  # a product like those below, so that equal means equal
+        sample, item = self._excluded(batch)
+        kept = asked[sample]
+        sample, item = (asked.cumsum(0) - 1)[sample[kept]], item[kept]
+        unknown = target >= self.items
+        seen = torch.zeros_like(unknown)
+        seen[sample[item == target[sample]]] = True
+        seen &= ~unknown  # unknown items share rows, so that one in the history may be another
+        itself = torch.arange(len(target), device=self.device)
+        who, what = _once(torch.cat([sample, itself]), torch.cat([item, target]))
+        before = torch.zeros_like(target)
         for first, rows in self._pieces():
             scores = queries @ rows.T
             before += (scores >= own[:, None]).sum(1)
-            sample, at = _inside(who, item, first, len(rows))
-            before.index_add_(0, sample, -(scores[sample, at] >= own[sample]).long())
-        return before
+            at = _inside(who, what, first, len(rows))
+            before.index_add_(0, at[0], -(scores[at] >= own[at[0]]).long())
+        return TargetRanks(before.double().masked_fill(seen | unknown, float("inf")), seen, unknown)
 
     @torch.no_grad()
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-        """The best unseen items of each sample and their scores, best first."""
+        """The best items of each sample and their scores, best first.
+
+        Where fewer than `count` items can be recommended, the scores of the others are -inf: leave them out.
+        """
         batch = batch.to(self.device)
         queries = self._queries(batch)
-        seen_by, seen = _once(_sample_of(batch.history), batch.history["item_id"])
+        excluded = self._excluded(batch)
         best, scores = batch.sample_id.new_zeros(len(batch), 0), queries.new_zeros(len(batch), 0)
         for first, rows in self._pieces():
             of_piece = queries @ rows.T
-            of_piece[_inside(seen_by, seen, first, len(rows))] = float("-inf")
+            of_piece[_inside(*excluded, first, len(rows))] = float("-inf")
             leading, at = of_piece.topk(min(count, len(rows)), dim=1)
             scores, order = torch.cat([scores, leading], dim=1).topk(min(count, first + len(rows)), dim=1)
             best = torch.cat([best, at + first], dim=1).gather(1, order)
         return best, scores
+
+    def _excluded(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Pairs of sample and item that cannot be recommended, each once."""
+        if not self.exclude_seen:
+            return batch.sample_id.new_zeros(0), batch.sample_id.new_zeros(0)
+        return _once(_sample_of(batch.history), batch.history["item_id"])
 
     @property
     def _model(self) -> Retrieval:
@@ -105,21 +134,25 @@ def _inside(sample: Tensor, item: Tensor, first: int, items: int) -> tuple[Tenso
     return sample[inside], item[inside] - first
 
 
-def retrieval_sums(place: Tensor) -> Tensor:
-    """Add up, over queries with `place` items before their right one: count, hits at each cut, NDCG@10, MRR."""
-    place = place.double()
-    gain = 1.0 / (place + 2.0).log2()
-    hits: Iterable[Tensor] = ((place < cut).double().sum() for cut in CUTS)
-    return torch.stack([place.new_tensor(len(place)), *hits, (gain * (place < 10)).sum(), (1 / (place + 1)).sum()])
+def retrieval_sums(ranks: TargetRanks) -> Tensor:
+    """Sum over queries: count, hits at each cut, NDCG@10, MRR, targets that were seen, targets that are unknown."""
+    before = ranks.before
+    gain = 1.0 / (before + 2.0).log2()
+    hits: Iterable[Tensor] = ((before < cut).double().sum() for cut in CUTS)
+    excluded = (ranks.seen.double().sum(), ranks.unknown.double().sum())
+    means = ((gain * (before < 10)).sum(), (1 / (before + 1)).sum())
+    return torch.stack([before.new_tensor(len(before)), *hits, *means, *excluded])
 
 
 def retrieval_means(sums: Tensor) -> dict[str, float]:
-    """Turn sums over all ranks into metrics by name."""
+    """Turn sums over all ranks into metrics by name. Seen and unknown targets count as misses in all of them."""
     count, *rest = sums.tolist()
-    names = [*(f"hr@{cut}" for cut in CUTS), "ndcg@10", "mrr"]
+    names = [*(f"hr@{cut}" for cut in CUTS), "ndcg@10", "mrr", "seen_targets", "unknown_targets"]
     return {name: value / max(count, 1.0) for name, value in zip(names, rest, strict=True)} | {"users": int(count)}
 
 
 def retrieval_sums_of(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
     """Sums of the retrieval metrics over this rank's samples."""
-    return sum((retrieval_sums(corpus.places(batch)).cpu() for batch in batches), start=retrieval_sums(torch.empty(0)))
+    empty = torch.zeros(0, dtype=torch.float64)
+    start = retrieval_sums(TargetRanks(empty, empty, empty))
+    return sum((retrieval_sums(corpus.target_ranks(batch)).cpu() for batch in batches), start=start)

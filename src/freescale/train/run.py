@@ -1,17 +1,24 @@
 """A run in its folder, from nothing or from its newest checkpoint, to a trained model.
 
 runs/NAME/config.toml      the whole config
+runs/NAME/config.step-N.toml  the config up to step N, where a resume changed it
 runs/NAME/metrics.jsonl    a line per entry
 runs/NAME/checkpoints/     see `checkpoint.store`
 runs/latest                a link to the newest run
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import store
+from freescale.checkpoint.listing import require_start
+from freescale.data.identity import DataIdentity, require_recorded
+from freescale.data.store.dataset import Dataset
 from freescale.errors import INTERRUPTED, UsageError
+from freescale.log import notice
+from freescale.progress import progress
 from freescale.train.build import build
 from freescale.transport.world import World, generation, leave
 
@@ -22,24 +29,25 @@ def train(
     folder: Path,
     *,
     resume: bool,
+    accept_changes: bool = False,
     tensorboard: bool = False,
     quiet: bool = False,
 ) -> int:
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)
     again = generation() > 0
-    if newest is not None and not resume and not again:
-        remedy = "add --resume, or choose another --out"
-        raise UsageError(f"there is a run in {folder} already", where=str(newest), remedy=remedy)
-    if newest is None and resume and not again:
-        raise UsageError(f"there is no complete checkpoint in {folder} to resume", remedy="leave out --resume")
-    trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
+    if not again:
+        require_start(folder, newest, resume=resume)
+    if newest is not None:
+        _compare(config, newest, world, accept_changes=accept_changes)
+    with progress("building the model"):
+        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
         trainer.saving.resume()
     elif again:
         trainer.saving.go_on("there is no checkpoint yet: training begins again")
     if world.leads:
-        configs.save(config, folder / "config.toml")
+        _save_config(config, folder / "config.toml", step=trainer.at.done)
         _link(folder)
     finished = trainer.fit()
     trainer.close(finished=finished)
@@ -47,8 +55,37 @@ def train(
     return 0 if finished else INTERRUPTED
 
 
+def _compare(config: configs.RunConfig, checkpoint: Path, world: World, *, accept_changes: bool) -> None:
+    """Say what differs from the config that the checkpoint was trained with; refuse what would change the result."""
+    facts = store.read_facts(checkpoint)
+    data = DataIdentity.of(Dataset(config.data.path, features=config.data.features))
+    require_recorded(facts.get("data"), data, where=config.data.path)
+    changes = configs.differences(configs.parse(facts["config"], where=str(checkpoint)), config)
+    if world.leads and changes:
+        notice(f"resuming with a changed config: {', '.join(map(str, changes))}")
+    changed = [str(change) for change in changes if change.changes_result]
+    if "data" in facts and data.contents != facts["data"]["contents"]:
+        changed.append(f"the contents of {config.data.path}")
+    if changed and not accept_changes:
+        what = f"resuming would change the training result: {', '.join(changed)}"
+        remedy = "leave these out to continue the same training, or add --accept-changes to continue with them"
+        raise UsageError(what, where=str(checkpoint), remedy=remedy)
+
+
+def _save_config(config: configs.RunConfig, path: Path, *, step: int) -> None:
+    """Write the config; one that it replaces is kept under the step up to which it was trained with."""
+    if path.exists() and configs.differences(configs.load(path), config):
+        path.replace(path.with_name(f"config.step-{step:08d}.toml"))
+    configs.save(config, path)
+
+
 def _link(folder: Path) -> None:
-    latest = folder.parent / "latest"
+    """Let `latest` point to a run, at once: several runs may end up beside each other."""
+    run = folder.resolve()  # --out may be `latest` itself
+    beside = run.with_name(f".latest-{os.getpid()}")
     with contextlib.suppress(OSError):  # a file system without links loses a convenience, nothing else
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(folder.name)
+        beside.symlink_to(run.name)
+        try:
+            beside.replace(run.with_name("latest"))
+        finally:
+            beside.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import state, store
+from freescale.checkpoint.listing import require_complete
+from freescale.data.identity import require_recorded
 from freescale.data.loader import Loader
 from freescale.errors import UsageError
 from freescale.train.build import Assembly, assemble, model_of
@@ -28,7 +30,8 @@ class Saved:
         if self.config.task.kind != "retrieval":
             what = f"this run was trained for {self.config.task.kind}, which does not rank the corpus"
             raise UsageError(what, remedy='use a run with task.kind = "retrieval"')
-        return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device)
+        seen = self.config.task.seen == "exclude"
+        return Corpus(self.assembly.network, self.assembly.tables, self.items, self.world.device, exclude_seen=seen)
 
 
 def config_of(run: Path, data: str | None = None) -> configs.RunConfig:
@@ -41,10 +44,9 @@ def config_of(run: Path, data: str | None = None) -> configs.RunConfig:
 
 def open_run(run: Path, config: configs.RunConfig, world: World) -> Saved:
     """Read the newest complete checkpoint of a run, whatever number of ranks wrote it."""
-    found = store.complete(run / "checkpoints")
-    if not found:
-        raise UsageError("the run has no complete checkpoint", where=str(run), remedy="let it train until it saves one")
+    newest = require_complete(run)
     loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks)
+    require_recorded(store.read_facts(newest).get("data"), loader.identity, where=config.data.path)
     assembly = assemble(config, world, model_of(config, items=loader.known.rows))
     parts = state.of_model(assembly.network, assembly.tables, rank=world.rank, ranks=world.ranks)
-    return Saved(config, world, assembly, loader.known.items, store.load(found[-1], parts)["step"])
+    return Saved(config, world, assembly, loader.known.items, store.load(newest, parts)["step"])

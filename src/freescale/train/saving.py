@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from freescale.balance.cost import Cost
 from freescale.balance.plan import Planner
 from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
-from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part
 from freescale.config import RunConfig, to_toml
+from freescale.data.identity import DataIdentity, require_recorded
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
 from freescale.log import notice
@@ -47,6 +48,8 @@ class Parts:
     bubbles: Bubbles
     cost: Cost
     """Of a sample, for the report."""
+    data: DataIdentity
+    """Of the training data."""
     evaluate: Callable[[], dict[str, float]] | None
     """Metrics over the held-out part, the same on all ranks; None where nothing is held out."""
 
@@ -128,7 +131,9 @@ class Saving:
                 self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
                 store.set_aside(newest)
         remedy = "start anew with another --out; what was damaged is still there"
-        raise CheckpointError("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
+        # Ranks that were restarted begin again from nothing. For a user who asked to resume, that would be a surprise.
+        kind = CheckpointError if generation() else MismatchError
+        raise kind("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
 
     def note_recovery(self) -> None:
         """Once, when the first step is done after a start that followed a loss: how long that took."""
@@ -150,6 +155,7 @@ class Saving:
         """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
         try:
             facts, tensors = store.read_facts(checkpoint), self._tensors()
+            require_recorded(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
             if facts["ranks"] != self._parts.world.ranks:
                 del tensors[self._generator]
                 told = f"resumed on {self._parts.world.ranks} ranks what {facts['ranks']} wrote"
@@ -193,5 +199,6 @@ class Saving:
             "norms": parts.step.judge.state_dict(),
             "interval": self._interval.state_dict(),
             "balance": parts.planner.state_dict() if parts.planner is not None else None,
+            "data": asdict(parts.data),
             "config": to_toml(parts.config),
         }

@@ -20,6 +20,7 @@ from freescale.data.sources import synthetic
 from freescale.errors import reason
 from freescale.log import heard_by
 from freescale.models.attention.measure import Problem, errors
+from freescale.progress import track
 from freescale.transport.choose import WAYS, Ways
 from freescale.transport.world import World
 
@@ -50,7 +51,8 @@ class Selftest:
         with tempfile.TemporaryDirectory() as folder:
             synthetic.write(Path(folder) / "data", "ml1m", users=200, catalogue=300)
             self._folder = Path(folder)
-            return [self._outcome(name, check) for name, check in self._checks().items()]
+            checks = track(self._checks().items(), "checking", unit="checks")
+            return [self._outcome(name, check) for name, check in checks]
 
     def _checks(self) -> dict[str, Callable[[], str]]:
         each = {f"transport {way}": partial(self._transport, way) for way in WAYS}

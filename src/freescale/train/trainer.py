@@ -1,5 +1,6 @@
 """The loop around the step: epochs, learning rates, progress, evaluation, checkpoints, and a clean end when asked."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -8,14 +9,17 @@ from types import FrameType
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from freescale.data.batch import Batch
+from freescale.log import notice
 from freescale.train import rates
 from freescale.train.journal import Journal
+from freescale.train.loss_terms import LossTerms
+from freescale.train.meter import Meter
 from freescale.train.numbers import Fault, Faults, gathered
 from freescale.train.saving import Parts, Progress, Saving
 from freescale.train.step import Flight, Rates
+from freescale.transport.world import generation
 
 _SAME_CTRL_C = 2.0
 
@@ -30,11 +34,17 @@ class Trainer:
         self._faults = Faults(self._train.on_fault)
         self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
         parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
-        self._meter = _Meter()
+        self._meter = Meter(parts.planner)
+        self._terms = LossTerms(parts)
         self._asked_at = 0.0
 
     def fit(self) -> bool:
         """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
+        self._journal.say(self._length())
+        if self.at.done >= self.parts.steps and self.parts.world.leads:
+            ended = f"the run is finished at step {self.at.done}, and nothing is left to train"
+            notice(f"{ended}; raise train.epochs or train.max_steps to continue")
+        self._journal.start(self.at.done, ranks=self.parts.world.ranks, reason=self._start_reason())
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
@@ -49,9 +59,23 @@ class Trainer:
     def close(self, *, finished: bool = True) -> None:
         """Say what was set aside and what was held, note how the run ended, and end all output."""
         self._journal.write({"kind": "end", "step": self.at.done, "finished": finished})
-        for line in [*self.parts.loader.report(), *self.parts.step.report()]:
+        for line in [*self.parts.loader.report(), *self.parts.step.report(), *self._terms.report()]:
             self._journal.say(line)
         self._journal.close()
+
+    def _length(self) -> str:
+        """How many steps the run has, and what ends it."""
+        steps, per_epoch, train = self.parts.steps, len(self.parts.loader), self._train
+        length = f"{steps:,} steps, {per_epoch:,} per epoch"
+        if steps < train.epochs * per_epoch:
+            return f"{length}: train.max_steps = {train.max_steps} ends the run before train.epochs = {train.epochs}"
+        return length
+
+    def _start_reason(self) -> str:
+        """Why training begins or goes on here, for the journal."""
+        if generation():
+            return os.environ.get("FREESCALE_LOST", "restarted by the launcher")
+        return "resumed" if self.at.done else "new run"
 
     def _run(self) -> bool:
         if self._train.on_fault != "stop" and not self.at.done:  # or there would be nothing to go back to
@@ -75,6 +99,7 @@ class Trainer:
             following = None if taken is None else taken[0]
             flight = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
             self.at.done += 1
+            self._terms.count(flight.count)
             self.saving.note_recovery()
             with self.parts.world.transport.named("bubbles"):
                 bubbles.end_step(self._work(batch))
@@ -148,15 +173,14 @@ class Trainer:
         self._meter.count(flight)
         if self.at.done % self._train.log_every and self.at.done != self.parts.steps:
             return
-        values, seconds = self._meter.take()
-        chosen = self.saving.choice(seconds / float(values[-1])) if self.parts.world.leads else 0
-        values = torch.cat([values, torch.tensor([chosen])]).to(self.parts.world.device)
-        total = self.parts.world.transport.all_reduce(values, name="progress").wait().tolist()
-        steps, (loss, samples, tokens) = total[3] / self.parts.world.ranks, total[:3]
-        self.saving.agree(int(total[4]))
-        entry = {"loss": loss / steps, "samples/s": samples / seconds, "tokens/s": tokens / seconds}
-        entry |= {"lr": flight.rates.dense, "seconds": seconds / steps}
-        self._journal.progress(self.at.done, entry, seconds_left=(self.parts.steps - self.at.done) * seconds / steps)
+        taken, world = self._meter.take(), self.parts.world
+        chosen = self.saving.choice(taken.seconds_per_step) if world.leads else 0
+        values = torch.tensor([*taken.sums, chosen], dtype=torch.float64, device=world.device)
+        *sums, agreed = world.transport.all_reduce(values, name="progress").wait().tolist()
+        self.saving.agree(int(agreed))
+        entry = taken.entry(sums) | {"lr": flight.rates.dense, "tables_lr": flight.rates.tables}
+        left = (self.parts.steps - self.at.done) * taken.seconds_per_step
+        self._journal.progress(self.at.done, entry, seconds_left=left)
 
     def _evaluate_if_due(self) -> None:
         steps, every = len(self.parts.loader), self._train.evaluate_every
@@ -177,29 +201,3 @@ class Trainer:
         self._asked_at = self._asked_at or now
         if number == signal.SIGINT and now - self._asked_at > _SAME_CTRL_C:
             raise KeyboardInterrupt
-
-
-class _Meter:
-    """What happened since it was last read, on this rank."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self._losses: list[Tensor] = []
-        self._steps = self._samples = self._tokens = 0
-        self._since = time.perf_counter()
-
-    def count(self, flight: Flight) -> None:
-        self._losses += [loss.detach() for loss in flight.losses if not flight.fault]
-        self._samples += len(flight.batch)
-        self._tokens += int(flight.batch.history.offsets[-1])
-        self._steps += 1
-
-    def take(self) -> tuple[Tensor, float]:
-        """Loss, samples, tokens and steps, and the seconds they took; counting starts anew."""
-        loss = torch.stack(self._losses).double().sum().cpu() if self._losses else 0.0
-        values = torch.tensor([float(loss), self._samples, self._tokens, self._steps], dtype=torch.float64)
-        seconds = time.perf_counter() - self._since
-        self.restart()
-        return values, seconds

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from freescale.progress import track
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Transport
 
@@ -37,11 +38,10 @@ def probe(
     """Measure every way at every size, in turns. `sizes`: bytes that a rank sends in one transfer."""
     compute = Compute(device)
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for _ in range(rounds):
-        for size in sizes:
-            for name, transport in ways.items():
-                one = _measured(_transfer(transport, size, device), control, compute)
-                found.setdefault((name, size), []).append(one)
+    turns = [(size, *way) for _ in range(rounds) for size in sizes for way in ways.items()]
+    for size, name, transport in track(turns, "measuring transports", in_background=False):
+        one = _measured(_transfer(transport, size, device), control, compute)
+        found.setdefault((name, size), []).append(one)
     flat = torch.tensor([[median(column) for column in zip(*times, strict=True)] for times in found.values()])
     agreed = control.all_reduce(flat.to(device), name="probe", how=dist.ReduceOp.MAX).wait().tolist()
     return [Measured(*key, *times) for key, times in zip(found, agreed, strict=True)]

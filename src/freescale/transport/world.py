@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
-from freescale.log import failure
+from freescale.log import failure, notice
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import LOOK_SECONDS, Peers
 
@@ -62,14 +62,23 @@ def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> Wo
     place = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    else:
+        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local)
     store: dist.Store = dist.HashStore() if ranks == 1 else _store(rank, ranks, deadline)
     backend = "nccl" if place.type == "cuda" else "gloo"
     with _in_time(Peers(rank, ranks, store), "joining the group", deadline):
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
     group = _world_group()
     return World(rank, ranks, place, group, C10d(group, store, deadline=deadline))
+
+
+def _share_cores(ranks: int, local: int) -> None:
+    """Give every rank of this host its share of the cores, unless the user says how many threads a rank has."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores and local == 0:
+        notice(f"{ranks} ranks share {cores} cores of this host, so each step takes longer than with {cores} ranks")
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores // ranks))
 
 
 def around(group: dist.ProcessGroup, device: torch.device, *, deadline: float) -> World:

@@ -12,6 +12,7 @@ from freescale.bubbles.events import RankStep
 from freescale.bubbles.kineto.trace import TracedRank, read_trace
 from freescale.errors import DataError
 from freescale.log import notice
+from freescale.progress import track
 
 _ENDS_TOGETHER = ("allreduce", "reducescatter", "allgather", "alltoall", "barrier")
 _NOISE = 10_000
@@ -36,7 +37,7 @@ def read(folder: Path) -> Traces:
     shifts, bound = _shifts(ranks)
     steps: list[list[RankStep]] = []
     lacking = set[str]()
-    for number in numbers:
+    for number in track(numbers, "aligning traces", unit="steps"):
         # What one rank has under way may be over on another, whose arrival counts all the same.
         names = set[str]().union(*(rank.under_way(number) for rank in ranks))
         steps.append([rank.step(number, names).shifted(by) for rank, by in zip(ranks, shifts, strict=True)])
@@ -49,7 +50,8 @@ def read(folder: Path) -> Traces:
 
 def _ranks(folder: Path) -> list[TracedRank]:
     found: dict[int, tuple[TracedRank, Path]] = {}
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
+    paths = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    for path in track(paths, "reading traces", unit="files"):
         rank = read_trace(path)
         if rank.rank in found:
             what = f"two traces of rank {rank.rank}: {found[rank.rank][1].name} and {path.name}"

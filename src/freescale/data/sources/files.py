@@ -101,6 +101,11 @@ def open_text(source: Path) -> pa.NativeFile:
     return pa.input_stream(str(source), compression="detect")
 
 
+def size(stream: pa.NativeFile) -> int | None:
+    """Bytes of a text; None of a compressed one, which has no size until it is read."""
+    return stream.size() if stream.seekable() else None
+
+
 def head(source: Path, encoding: str) -> str:
     """The first characters of a text file."""
     with open_text(source) as stream:

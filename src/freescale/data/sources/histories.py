@@ -25,8 +25,10 @@ from freescale.data.store import writer
 from freescale.data.store.manifest import Manifest
 from freescale.data.store.quarantine import Quarantine
 from freescale.data.vocabulary import FILE as VOCABULARY
+from freescale.data.vocabulary import fingerprint
 from freescale.errors import DataError, reason
 from freescale.log import notice
+from freescale.progress import progress, track
 
 _BATCH = 1_000_000
 _BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
@@ -90,7 +92,8 @@ class _Import:
         self._tables = [events.table for events in self._logs]
 
     def run(self, known: pl.DataFrame | None) -> Imported:
-        self._tables = [_without_bad(events, self._log.quarantine) for events in self._logs]
+        with progress("checking events"):
+            self._tables = [_without_bad(events, self._log.quarantine) for events in self._logs]
         self._agree()
         seen = [_keys(table, "item_id") for table in self._tables]
         events, *_ = totals = [int(counts["count"].sum()) for counts in seen]
@@ -101,12 +104,12 @@ class _Import:
         _save(items, self._folder / VOCABULARY)
         self._use_numbers("item_id", numbers)
         if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
-            users = _keys(self._tables[0], "user_id")
+            users = _keys(self._tables[0], "user_id", events)
             _save(users, self._folder / USERS_FILE)
             self._use_numbers("user_id", users.select("key").with_row_index("number"))
         buckets = max(1, -(-sum(totals) * _BYTES_PER_EVENT // self._log.memory))
         written = self._samples(buckets) if self._log.impressions else self._histories(buckets)
-        manifest = self._write(written, events, len(items), buckets)
+        manifest = self._write(written, events, items["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
         return Imported(distinct, len(items), manifest.events, unknown, manifest.rows)
 
@@ -130,7 +133,8 @@ class _Import:
     def _histories(self, buckets: int) -> list[Path]:
         """Group each bucket's events into histories, ordered by the time of their last event."""
         written = []
-        for number, bucket in enumerate(sorted(self._partition(self._tables[0], "events", buckets).iterdir())):
+        parts = sorted(self._partition(self._tables[0], "events", buckets).iterdir())
+        for number, bucket in enumerate(track(parts, "sorting histories", unit="buckets")):
             histories = _group(_read(bucket), self._ticks)
             written.append(self._log.scratch / f"histories-{number}.parquet")
             share = _rows_at_once(len(histories), buckets)
@@ -141,7 +145,7 @@ class _Import:
         """Join each bucket's impressions with the events before them, ordered by the time of the impression."""
         events, offered = (self._partition(table, str(n), buckets) for n, table in enumerate(self._tables))
         written, left_out, cut = [], 0, 0
-        for number, bucket in enumerate(sorted(offered.iterdir())):
+        for number, bucket in enumerate(track(sorted(offered.iterdir()), "joining impressions", unit="buckets")):
             if not (of_users := events / bucket.name).exists():
                 left_out += len(_read(bucket))
                 continue
@@ -163,10 +167,11 @@ class _Import:
         parts = self._log.scratch / f"buckets-{name}"
         parts.mkdir()
         by_user = {"bucket": pl.col("user_id").hash() % buckets}
-        table.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
+        with progress("partitioning by user"):
+            table.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
         return parts
 
-    def _write(self, parts: list[Path], events: int, items: int, ranges: int) -> Manifest:
+    def _write(self, parts: list[Path], events: int, items: pl.Series, ranges: int) -> Manifest:
         histories = pl.scan_parquet(parts)
         if self._log.impressions:  # an event is in several histories
             events = histories.select(pl.col("item_id").list.len().sum()).collect(engine="streaming").item()
@@ -177,7 +182,8 @@ class _Import:
         rows = writer.rows_per_group(len(last), events, columns)
         note = f"imported from {', '.join(events.name for events in self._logs)}"
         ordered = _in_time_order(histories, cuts)
-        return writer.write(self._folder, ordered, rows_per_group=rows, items=items, note=note)
+        size = {"rows_per_group": rows, "items": len(items), "expected_rows": len(last)}
+        return writer.write(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
 
 
 def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
@@ -194,11 +200,12 @@ def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
     return events.table.filter(~broken).drop(FILE, NUMBER)
 
 
-def _keys(table: pl.LazyFrame, column: str) -> pl.DataFrame:
+def _keys(table: pl.LazyFrame, column: str, events: int | None = None) -> pl.DataFrame:
     """The distinct keys of a log in their own order, and how often each occurs."""
     # Counted batch by batch: Polars' own streaming group_by was seen to hold memory that grows with the events.
     found, pending = pl.DataFrame(schema={"key": table.collect_schema()[column], "count": pl.Int64}), []
-    for batch in table.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH):
+    batches = table.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH)
+    for batch in track(batches, f"counting by {column}", total=events, unit="events", size=len):
         pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
         if sum(map(len, pending)) > _BATCH:
             found, pending = _merged(found, pending), []

@@ -70,7 +70,7 @@ def write(target: str | Path, *, users: int, catalogue: int = 256, seed: int = 0
     note = f"synthetic: planted ranking over {catalogue:,} items in {GROUPS} hidden groups, seed {seed}"
     blocks, rows = _blocks(users, Items.of(catalogue), seed), writer.rows_per_group(users, users * EVENTS[1])
     with writer.new_folder(target) as folder:
-        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note)
+        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note, expected_rows=users)
 
 
 def truth(folder: str | Path, label: str) -> tuple[Floats, Floats]:

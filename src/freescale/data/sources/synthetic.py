@@ -71,7 +71,7 @@ def write(
     blocks = _blocks(drawn, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
     rows = writer.rows_per_group(users, int(users * per_user))
     with writer.new_folder(target) as folder:
-        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note)
+        return writer.write(folder, blocks, rows_per_group=rows, items=catalogue, note=note, expected_rows=users)
 
 
 def _blocks(

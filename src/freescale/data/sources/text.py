@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from freescale.data.sources.events import NUMBER
-from freescale.data.sources.files import CsvStyle, Header, header, open_text
+from freescale.data.sources.files import CsvStyle, Header, header, open_text, size
 from freescale.data.store.quarantine import Place, Quarantine
 from freescale.data.store.writer import output_errors
 from freescale.errors import DataError, nearest, reason
+from freescale.progress import progress
 
 Ints = NDArray[np.int64]
 LINE = CsvStyle("\x01", "")
@@ -80,8 +81,10 @@ class TextFile:
             open_text(self._source) as stream,
             csv.open_csv(stream, read, parse, convert) as text,
             pq.ParquetWriter(self._target, schema, **_packed(wanted)) as out,
+            progress(f"reading {self._source.name}", total=size(stream), unit="B") as bar,
         ):
             for batch in text:
+                bar.advance(batch.nbytes) if size(stream) is None else bar.update(stream.tell())
                 breaks = _line_breaks(batch.columns) if style.quote else np.zeros(batch.num_rows, np.int64)
                 lines = numbering.lines(breaks)
                 self._report(numbering.ragged)

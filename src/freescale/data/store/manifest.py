@@ -18,7 +18,7 @@ from freescale.data.store.files import File
 from freescale.errors import DataError
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
 GROUPS_PER_FILE = 4096
 
 
@@ -42,6 +42,8 @@ class Manifest(NamedTuple):
     events: int
     items: int
     """Rows of the item vocabulary: stored item ids below this are known items."""
+    vocabulary: str
+    """Fingerprint of the vocabulary: which item each of these ids is."""
     note: str = ""
     """Where the data came from and what was made up, in one line."""
 
@@ -64,13 +66,23 @@ def file_name(stripe: int, file: int) -> str:
 
 def dump(manifest: Manifest) -> bytes:
     """Write the manifest with its own checksum."""
+    body = _body(manifest)
+    return json.dumps({"freescale": VERSION, "crc": _crc(body), "data": body}, separators=(",", ":")).encode()
+
+
+def checksum(manifest: Manifest) -> str:
+    """Checksum of a data set's contents: of the sizes and checksums of all its files."""
+    return f"{_crc(_body(manifest)):08x}"
+
+
+def _body(manifest: Manifest) -> dict[str, object]:
     # Every rank reads this, so it is kept to some 25 bytes a file: names follow from the numbers.
     stripes = [
         [stripe.rows, stripe.rows_per_group, [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files]]
         for stripe in manifest.stripes
     ]
-    body = {"stripes": stripes, "events": manifest.events, "items": manifest.items, "note": manifest.note}
-    return json.dumps({"freescale": VERSION, "crc": _crc(body), "data": body}, separators=(",", ":")).encode()
+    others = {name: getattr(manifest, name) for name in ("events", "items", "vocabulary", "note")}
+    return {"stripes": stripes, **others}
 
 
 def parse(raw: bytes, where: str) -> Manifest:
@@ -83,7 +95,7 @@ def parse(raw: bytes, where: str) -> Manifest:
                 Stripe(tuple(File(file_name(s, f), *file) for f, file in enumerate(files)), rows, rows_per_group)
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            found = Manifest(stripes, body["events"], body["items"], str(body["note"]))
+            found = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
             if not _possible(found):
                 raise ValueError("no data set has such numbers")
             return found

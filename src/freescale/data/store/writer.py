@@ -20,7 +20,9 @@ import pyarrow.parquet as pq
 from freescale.data.store import manifest as manifests
 from freescale.data.store.files import File, sum_chunks
 from freescale.data.store.manifest import Manifest, Stripe
-from freescale.errors import DataError, FreeScaleError, reason
+from freescale.data.vocabulary import numbered_fingerprint
+from freescale.errors import DataError, FreeScaleError, StorageError, writing
+from freescale.progress import track
 
 FILES = 64
 Tables = Iterable[pa.Table]
@@ -41,7 +43,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target)
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    with output_errors(target, every=True):
+    with writing(target):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             remedy = "give a new folder, or delete it first"
             raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
@@ -49,7 +51,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     try:
         with output_errors(target):
             yield beside
-        with output_errors(target, every=True):
+        with writing(target):
             if target.exists():
                 target.rmdir()
             beside.rename(target)
@@ -58,36 +60,26 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def output_errors(target: Path, *, every: bool = False) -> Iterator[None]:
-    """Report what a disk refuses to write as that, not as a fault of the input that is read meanwhile.
-
-    `every`: nothing is read meanwhile, so every OSError is one of writing. Otherwise a full, read-only or limited disk.
-    """
+def output_errors(target: str | Path) -> Iterator[None]:
+    """Report what a disk refuses to write as that, and not as a fault of the input that is read meanwhile."""
     try:
         yield
     except Exception as error:  # Arrow raises OSErrors, polars its own kind with the number in the text
         number = _os_error(error)
-        if isinstance(error, FreeScaleError) or not (number in _ONLY_WRITING or (every and isinstance(error, OSError))):
+        if isinstance(error, FreeScaleError) or number not in _ONLY_WRITING:
             raise
-        told = os.strerror(number) if number else reason(error)
-        remedy = _ONLY_WRITING.get(number or 0, "give a folder that can be made and written")
-        raise FreeScaleError(f"the output cannot be written: {told}", where=str(target), remedy=remedy) from error
+        raise StorageError.of(OSError(number, os.strerror(number)), target) from error
 
 
-_MORE_SPACE = "free space there, or give a folder on another disk"
-_ONLY_WRITING = {
-    errno.ENOSPC: _MORE_SPACE,
-    errno.EDQUOT: _MORE_SPACE,
-    errno.EFBIG: _MORE_SPACE,
-    errno.EROFS: "give a folder on a disk that can be written",
-}
+_ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that reading never meets."""
 
 
-def _os_error(error: BaseException) -> int | None:
+def _os_error(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     numbered = re.search(r"(?:os error|errno) (\d+)", str(error))
-    return int(numbered[1]) if numbered else None
+    return int(numbered[1]) if numbered else 0
 
 
 def write(
@@ -96,16 +88,20 @@ def write(
     *,
     rows_per_group: int,
     items: int,
+    vocabulary: str = "",
     note: str = "",
     groups_per_file: int = manifests.GROUPS_PER_FILE,
+    expected_rows: int | None = None,
 ) -> Manifest:
     """Write histories in the order given, into a folder that is made if need be.
 
-    `tables` may be of any sizes; memory holds one table and one group. `items`: every id is below it.
+    `tables` may be of any sizes; memory holds one table and one group. `items`: every id is below it. `vocabulary`:
+    fingerprint of the item keys; without one, items are their numbers. `expected_rows`: for the progress.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    groups, limit = _regroup(tables, rows_per_group), FILES * groups_per_file
+    whole = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
+    groups, limit = track(_regroup(tables, rows_per_group), "writing", **whole), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
     while not stripes or stripes[-1].groups == limit:
@@ -114,7 +110,7 @@ def write(
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
-    manifest = Manifest(tuple(stripes), events, items, note)
+    manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note)
     (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
     return manifest
 
@@ -150,7 +146,7 @@ def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: i
             writers[written % FILES].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
             events += len(group["item_id"].chunk(0).flatten())
-    return Stripe(tuple(map(_seal, paths)), rows, size), events
+    return Stripe(tuple(map(_seal, track(paths, "adding checksums", unit="files"))), rows, size), events
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

@@ -16,6 +16,7 @@ from torch import Tensor
 from freescale.models.attention import reference
 from freescale.models.attention.operators import hstu_attention
 from freescale.models.sequence import TIME_BUCKETS, Bias, Layout, Times, time_bucket
+from freescale.progress import track
 
 _SCALE = 50.0
 _SIDE = 1024  # of the dense matrices that stand for the best that a device does
@@ -100,13 +101,13 @@ def errors(problem: Problem) -> dict[str, float]:
 def compete(problem: Problem, competitors: dict[str, Callable[[Problem], None]], *, rounds: int) -> list[Timed]:
     """Time everybody in turns, each right after dense products of the same FLOPs; medians of seconds and of ratios."""
     dense = dense_products(problem)
-    for run in competitors.values():
+    for run in track(competitors.values(), "warming up"):
         run(problem)
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
-    for _ in range(rounds):
-        for name, run in competitors.items():
-            before = _seconds(dense, problem.q.device)
-            turns[name].append((_seconds(lambda run=run: run(problem), problem.q.device), before))
+    order = [competitor for _ in range(rounds) for competitor in competitors.items()]
+    for name, run in track(order, "timing attention", unit="turns", in_background=False):
+        before = _seconds(dense, problem.q.device)
+        turns[name].append((_seconds(lambda run=run: run(problem), problem.q.device), before))
     found = {n: (median(own for own, _ in of), median(best / own for own, best in of)) for n, of in turns.items()}
     found["dense"] = median(best for of in turns.values() for _, best in of), 1.0
     return [Timed(name, seconds, problem.flops / seconds, share) for name, (seconds, share) in found.items()]

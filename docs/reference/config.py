@@ -1,0 +1,44 @@
+"""Writes the fields of a config down: `python docs/reference/config.py` makes the page beside it."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import get_type_hints
+
+from freescale.config import RECIPES, RunConfig
+from freescale.config.document import meanings, sections, type_name
+from freescale.config.load import literal
+
+_HEAD = """# Config
+
+A run is a TOML file of these tables; every field is also a flag (`--train.epochs 3`), and an unknown key is an error
+that names the nearest one. `freescale config tiny` prints a whole file with the same explanations as comments.
+
+Recipes: {recipes}.
+"""
+
+
+def page() -> str:
+    """All tables, in the order of the file."""
+    recipes = ", ".join(f"`{name}`" for name in RECIPES)
+    return "\n".join([_HEAD.format(recipes=recipes), *(_section(name, schema) for name, schema in sections(RunConfig))])
+
+
+def _section(name: str, schema: type) -> str:
+    said, hints = meanings(schema), get_type_hints(schema)
+    rows = [
+        f"| `{field.name}` | {type_name(hints[field.name])} | `{literal(field.default)}` | {_cell(said[field.name])} |"
+        for field in dataclasses.fields(schema)
+        if not dataclasses.is_dataclass(hints[field.name])
+    ]
+    heading = f"[{name}]" if name else "At the top"
+    table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+    return f"## {heading}\n\n{inspect.cleandoc(schema.__doc__ or '')}\n\n{table}\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("_", "\\_").replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    Path(__file__).with_suffix(".md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,183 @@
+"""Guarantee: one process at a time writes into a folder, and a lock whose holder is gone stops nobody."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from freescale.checkpoint.lock import NAME, STALE_SECONDS, Holder, RunLock
+from freescale.errors import StorageError, UsageError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from freescale.checkpoint import lock
+lock.BEAT_SECONDS = 0.05
+with lock.RunLock(Path(sys.argv[1])) as held:
+    held.acquire()
+    print("held", flush=True)
+    time.sleep(30)
+"""
+RACE = """
+import os, sys, time
+from pathlib import Path
+from freescale.checkpoint.lock import RunLock
+from freescale.errors import UsageError
+
+folder, at = Path(sys.argv[1]), time.monotonic() + 0.1
+children = []
+for _ in range(6):
+    if child := os.fork():
+        children.append(child)
+        continue
+    with RunLock(folder) as lock:
+        time.sleep(max(0.0, at - time.monotonic()))
+        try:
+            lock.acquire()
+        except UsageError:
+            os._exit(1)
+        time.sleep(0.5)  # until the others have tried
+        os._exit(0)
+print([os.waitpid(child, 0)[1] for child in children].count(0))
+"""
+
+
+def left_by(folder: Path, holder: Holder, *, silent_seconds: float = 0.0) -> None:
+    """Leave the lock of another holder behind, whose heartbeat stopped so long ago."""
+    folder.mkdir(exist_ok=True)
+    (folder / NAME).write_text(json.dumps(asdict(holder)))
+    then = time.time() - silent_seconds
+    os.utime(folder / NAME, (then, then))
+
+
+def test_a_second_writer_is_refused_with_who_holds_the_folder_since_when_and_what_to_do(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "run") as first:
+        first.acquire()
+        with pytest.raises(UsageError) as refused, RunLock(tmp_path / "run") as second:
+            second.acquire()
+        holder = json.loads((tmp_path / "run" / NAME).read_text())
+        assert f"process {os.getpid()} on {holder['host']} writes to it since {holder['since']}" in refused.value.what
+        assert refused.value.where == str(tmp_path / "run" / NAME)
+        assert "choose another folder" in refused.value.remedy
+    assert list((tmp_path / "run").iterdir()) == [], "who was refused took nothing away, and the holder left nothing"
+    with RunLock(tmp_path / "run") as third:
+        third.acquire()
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A folder whose lock was held by a process that was killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(UsageError, match=f"process {process.pid}"), RunLock(tmp_path) as lock:
+        lock.acquire()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return tmp_path
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once_and_logged(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLock(killed) as lock:
+        lock.acquire()
+        assert f"took over the stale lock of {killed} from process" in capsys.readouterr().err
+    assert list(killed.iterdir()) == []
+
+
+def test_another_process_with_the_number_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    left_by(tmp_path, replace(Holder.this_process(), start=1))
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+
+
+def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Path) -> None:
+    elsewhere = replace(Holder.this_process(), system="another boot", host="node-7", pid=1)
+    left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS / 2)
+    with pytest.raises(UsageError, match="process 1 on node-7"), RunLock(tmp_path) as lock:
+        lock.acquire()
+    left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS + 1)
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+
+
+def test_a_restarted_rank_zero_takes_the_lock_of_its_elastic_job_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by(tmp_path, replace(Holder.this_process(), system="another boot", job="job-5"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-5")
+    with pytest.raises(UsageError), RunLock(tmp_path) as lock:
+        lock.acquire()  # started, not restarted: a second job of this name
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+
+
+def test_a_lock_that_nobody_finished_writing_is_stale_after_a_while(tmp_path: Path) -> None:
+    (tmp_path / NAME).touch()
+    with pytest.raises(UsageError, match="does not say who holds it"), RunLock(tmp_path) as lock:
+        lock.acquire()
+    long_ago = time.time() - STALE_SECONDS - 1
+    os.utime(tmp_path / NAME, (long_ago, long_ago))
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+
+
+def test_of_several_that_take_a_stale_lock_over_exactly_one_gets_it(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / str(number)
+        left_by(folder, replace(Holder.this_process(), start=1))
+        ended = subprocess.run([sys.executable, "-c", RACE, folder], capture_output=True, text=True, check=True)
+        assert ended.stdout == "1\n"
+
+
+def test_a_heartbeat_is_renewed_and_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        os.utime(tmp_path / NAME, (0, 0))
+        wait_until(lambda: (tmp_path / NAME).stat().st_mtime > 0)
+        (tmp_path / NAME).unlink()
+        wait_until((tmp_path / NAME).exists)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_holder_that_was_silent_for_too_long_ends_when_another_has_its_lock(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    left_by(tmp_path, replace(Holder.this_process(), host="node-7"))
+    os.kill(process.pid, signal.SIGCONT)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == UsageError.exit_code
+    assert "on node-7 took over its lock" in said
+    assert json.loads((tmp_path / NAME).read_text())["host"] == "node-7"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError) as refused, RunLock(tmp_path / "file" / "run") as lock:
+        lock.acquire()
+    assert refused.value.where == str(tmp_path / "file" / "run")
+    assert refused.value.exit_code == 7
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
