@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from freescale.cli.main import main
 from freescale.data.sources import histories, importers
 from freescale.data.sources.events import Columns
 from freescale.data.sources.files import CsvStyle
@@ -253,3 +254,24 @@ def test_public_logs_have_their_published_counts(
     done = run(tmp_path, name, [PUBLIC / file for file in files], **options)
     assert (done.users, done.items, done.events) == counts
     assert sum(len(batch.history["item_id"]) for batch in loader(tmp_path / "out", global_batch=4096)) == counts[2]
+
+
+def test_a_line_that_is_neither_split_nor_text_is_an_error_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.bin").write_bytes(b"1 2\n\xb5\x01\x02\n")
+    assert main(["data", "import", "amazon", str(tmp_path / "log.bin"), str(tmp_path / "data")]) == 3
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed
+    assert "check the file, --separator and --encoding" in printed
+
+
+def test_the_current_folder_is_refused_as_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for target in (".", "", "../empty"):
+        assert main(["data", "import", "events", "../log.csv", target]) == 3
+        assert "the target is the current folder" in capsys.readouterr().err

@@ -74,7 +74,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     _check(options, prog)
     *sources, target = options.paths
-    quarantine = Quarantine(options.on_bad, target.with_name(f"{target.name}.quarantine.jsonl"))
+    whole = target.absolute()  # so that `.` has a name
+    quarantine = Quarantine(options.on_bad, whole.with_name(f"{whole.name}.quarantine.jsonl"))
     if options.format == "histories":
         done = plain.write(sources[0], target, features=options.features, quarantine=quarantine)
     else:

@@ -5,7 +5,9 @@ what does not convert later is bad, not guessed. Lines without any field are ski
 """
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ class TextFile:
         try:
             head = Header(list(names), 0, style) if names else header(self._source, style, wanted)
             _require(wanted, head.names, self._source)
-            with output_errors(self._target):
+            with output_errors(self._target), _without_traceback():
                 self._convert(head, wanted)
         except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
             what, remedy = f"the log cannot be read: {reason(error)}", "check the file, --separator and --encoding"
@@ -108,6 +110,22 @@ class TextFile:
             remedy = "mend that line, or give the right --separator and --quote"
             self._quarantine.bad(Place(self._name, line=line), "malformed line", what, remedy=remedy)
         ragged.clear()
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Print nothing where Arrow cannot hand over a line that is not text: it fails by itself, and that is reported."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, UnicodeDecodeError):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 class _Numbering:
