@@ -176,12 +176,12 @@ from freescale.data.sources import histories
 from freescale.log import notice
 progress.SHOW_SECONDS, progress.FIRST_LINE_SECONDS = 0.2, 0.2
 real = histories._group
-def slow(events):
+def slow(*given):
     time.sleep(1.2)
     notice("said meanwhile")
     print("a result")
     time.sleep(0.3)
-    return real(events)
+    return real(*given)
 histories._group = slow
 sys.exit(main(sys.argv[1:]))
 """
