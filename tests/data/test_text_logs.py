@@ -56,12 +56,15 @@ def test_wrong_words_are_answered_before_the_log_is_read(
         ("crlf.csv", (HEADER + LINES).replace("\n", "\r\n").encode()),
         ("no-end.csv", (HEADER + LINES).rstrip("\n").encode()),
         ("blank.csv", (HEADER + "\n" + LINES + "\n\n").encode()),
-        ("packed.csv.gz", gzip.compress((HEADER + LINES).encode())),
+        ("packed.csv.gz", gzip.compress((HEADER + LINES).encode(), mtime=0)),
         ("twice.csv", b"user,x,item,x,time\nu,1,a,1,2\nu,1,b,1,1\n"),
         ("spans.csv", b'user,item,text,time\nu,a,"two\nlines",2\nu,b,"",1\n'),
         ("order.csv", b"order,_order,_number,user,item,time,last\n1,1,1,u,a,2,1\n1,1,1,u,b,1,1\n"),
         ("log.jsonl", b'{"user": "u", "item": "a", "time": 2}\n\n{"item": "b", "time": "1", "user": "u", "x": [1]}\n'),
-        ("log.ndjson.gz", gzip.compress(b'{"user":"u","item":"a","time":2}\n{"user":"u","item":"b","time":1.0}')),
+        (
+            "log.ndjson.gz",
+            gzip.compress(b'{"user":"u","item":"a","time":2}\n{"user":"u","item":"b","time":1.0}', mtime=0),
+        ),
     ],
 )
 def test_a_log_is_read_as_it_is_written(tmp_path: Path, name: str, content: bytes) -> None:
