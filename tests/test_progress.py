@@ -174,7 +174,7 @@ from freescale import progress
 from freescale.cli.main import main
 from freescale.data.sources import histories
 from freescale.log import notice
-progress.SHOW_SECONDS, progress.FIRST_LINE_SECONDS = 0.2, 0.2
+progress.SHOW_SECONDS = progress.FIRST_LINE_SECONDS = progress.LINE_SECONDS = 0.2
 real = histories._group
 def slow(*given):
     time.sleep(1.2)
@@ -205,7 +205,8 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
     environment = os.environ | {"COLUMNS": "60", "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
     running = {}
     for name, (ours, theirs) in {"bar": pty.openpty(), "quiet": pty.openpty(), "lines": os.pipe()}.items():
-        words = ["data", "import", "events", str(log), str(folder / name), *(["--quiet"] if name == "quiet" else [])]
+        words = ["data", "import", "events", str(log), str(folder / name), "--time-unit", "s"]
+        words += ["--quiet"] if name == "quiet" else []
         command = [sys.executable, "-c", _IMPORT, *words]
         with (folder / f"{name}.out").open("wb") as out:
             running[name] = ours, subprocess.Popen(command, stdout=out, stderr=theirs, env=environment)
