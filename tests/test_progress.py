@@ -123,6 +123,19 @@ def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "inner: 0:31\n"
 
 
+def test_a_part_that_has_just_begun_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    display = Display(clock)
+    display.begin()
+    clock.now += 10
+    display.open(Bar("work", 4, "files", in_background=False, clock=clock))
+    display.tick()
+    assert capsys.readouterr().err == ""
+    clock.now += 2
+    display.tick()
+    assert capsys.readouterr().err == "work: 0%, 0:02 so far, 0 of 4 files\n"
+
+
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What a piece of work prints where the first line comes at once."""
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)

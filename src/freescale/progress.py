@@ -221,9 +221,13 @@ class Display:
                 return
             if on_terminal():
                 self._draw()
-            elif line_is_due(self._elapsed(), None if self._last_line is None else self._clock() - self._last_line):
+                return
+            since_last = None if self._last_line is None else self._clock() - self._last_line
+            state = bar.state()
+            begun = bar.at_once or state.elapsed >= SHOW_SECONDS  # before that, a part has nothing to say
+            if begun and line_is_due(self._elapsed(), since_last):
                 self._last_line = self._clock()
-                sys.stderr.write(f"{plain(bar.state())}\n")
+                sys.stderr.write(f"{plain(state)}\n")
                 sys.stderr.flush()
 
     def _innermost(self) -> Bar | None:
