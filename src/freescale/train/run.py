@@ -9,17 +9,19 @@ runs/latest                a link to the newest run
 
 import contextlib
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from freescale import config as configs
 from freescale.checkpoint import store
 from freescale.checkpoint.listing import require_start
-from freescale.data.identity import DataIdentity, require_recorded
-from freescale.data.store.dataset import Dataset
 from freescale.errors import INTERRUPTED, UsageError
 from freescale.log import notice
 from freescale.progress import progress
 from freescale.train.build import build
+from freescale.train.saving import Parts
 from freescale.transport.world import World, generation, leave
 
 
@@ -38,12 +40,10 @@ def train(
     again = generation() > 0
     if not again:
         require_start(folder, newest, resume=resume)
-    if newest is not None:
-        _compare(config, newest, world, accept_changes=accept_changes)
     with progress("building the model"):
         trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
     if newest is not None:
-        trainer.saving.resume()
+        trainer.saving.resume(partial(_compare, trainer.parts, accept_changes=accept_changes))
     elif again:
         trainer.saving.go_on("there is no checkpoint yet: training begins again")
     if world.leads:
@@ -55,17 +55,14 @@ def train(
     return 0 if finished else INTERRUPTED
 
 
-def _compare(config: configs.RunConfig, checkpoint: Path, world: World, *, accept_changes: bool) -> None:
-    """Say what differs from the config that the checkpoint was trained with; refuse what would change the result."""
-    facts = store.read_facts(checkpoint)
-    data = DataIdentity.of(Dataset(config.data.path, features=config.data.features))
-    require_recorded(facts.get("data"), data, where=config.data.path)
-    changes = configs.differences(configs.parse(facts["config"], where=str(checkpoint)), config)
-    if world.leads and changes:
+def _compare(parts: Parts, checkpoint: Path, facts: Mapping[str, Any], *, accept_changes: bool) -> None:
+    """Say what differs from the config that a checkpoint was trained with; refuse what would change the result."""
+    changes = configs.differences(configs.parse(facts["config"], where=str(checkpoint)), parts.config)
+    if parts.world.leads and changes:
         notice(f"resuming with a changed config: {', '.join(map(str, changes))}")
     changed = [str(change) for change in changes if change.changes_result]
-    if "data" in facts and data.contents != facts["data"]["contents"]:
-        changed.append(f"the contents of {config.data.path}")
+    if "data" in facts and parts.data.contents != facts["data"]["contents"]:
+        changed.append(f"the contents of {parts.config.data.path}")
     if changed and not accept_changes:
         what = f"resuming would change the training result: {', '.join(changed)}"
         remedy = "leave these out to continue the same training, or add --accept-changes to continue with them"

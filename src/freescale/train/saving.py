@@ -28,6 +28,7 @@ from freescale.train.step import Step
 from freescale.transport.world import World, apart, generation
 
 _FITS, _DAMAGED, _OF_ANOTHER = range(3)
+Review = Callable[[Path, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,14 @@ class Saving:
         """Finish saving."""
         self._store.close()
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint that all ranks can read, whatever number of ranks wrote it."""
+    def resume(self, review: Review | None = None) -> None:
+        """Continue from the newest checkpoint that all ranks can read, whatever number of ranks wrote it.
+
+        `review`: may refuse a checkpoint by what it says of itself, on all ranks alike, before it is loaded.
+        """
         transport = self._parts.world.transport
         while (newest := store.newest(self._store.folder, transport)) is not None:
-            error = self._load(newest)
+            error = self._load(newest, review)
             own = _FITS if error is None else _DAMAGED if isinstance(error, DamagedError) else _OF_ANOTHER
             worst = transport.largest(own, name="loading")
             if worst == _FITS:
@@ -151,11 +155,13 @@ class Saving:
         self._journal.rewind(self._at.done)
         self._journal.say(how)
 
-    def _load(self, checkpoint: Path) -> CheckpointError | None:
+    def _load(self, checkpoint: Path, review: Review | None) -> CheckpointError | None:
         """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
         try:
             facts, tensors = store.read_facts(checkpoint), self._tensors()
             require_recorded(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
+            if review is not None:
+                review(checkpoint, facts)
             if facts["ranks"] != self._parts.world.ranks:
                 del tensors[self._generator]
                 told = f"resumed on {self._parts.world.ranks} ranks what {facts['ranks']} wrote"

@@ -42,13 +42,11 @@ def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
 def new_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target).absolute()
-    if target.exists() and target.samefile(Path.cwd()):
-        remedy = "give the name of a new folder"
-        raise DataError(
-            "the target is the current folder, which a rename would replace", where=str(target), remedy=remedy
-        )
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with writing(target):
+        if target.exists() and target.samefile(Path.cwd()):
+            what, remedy = "the target is the current folder, which a rename would replace", "name a new folder"
+            raise DataError(what, where=str(target), remedy=remedy)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             remedy = "give a new folder, or delete it first"
             raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
