@@ -137,3 +137,10 @@ def test_one_seed_is_one_synthetic_log(tmp_path: Path) -> None:
         assert main(["data", "synth", str(tmp_path / name), "--users", "300", "--seed", str(seed)]) == 0
     read = {name: b"".join(f.read_bytes() for f in sorted((tmp_path / name).glob("*.parquet"))) for name in "abc"}
     assert read["a"] == read["b"] != read["c"]
+
+
+def test_a_width_that_torchrec_cannot_hold_is_refused_before_a_step_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["bench", "step", "hstu-ml1m", "--data", str(tmp_path)]) == 2
+    assert "--model.dim 52" in capsys.readouterr().err

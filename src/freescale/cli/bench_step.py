@@ -27,6 +27,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     options, config = parse_run(_parser(prog), argv)
     if min(options.steps, options.turns, options.exact_steps) < 1:
         raise UsageError("--steps, --turns and --exact-steps must be at least 1", remedy=f"see {prog} --help")
+    if config.model.dim % 4:
+        what = f"model.dim = {config.model.dim} cannot be compared: TorchRec's tables have a multiple of 4"
+        raise UsageError(what, remedy=f"--model.dim {-(-config.model.dim // 4) * 4}")
     config = replace(config, train=replace(config.train, max_steps=options.steps))
     preflight.data(config)
     with RunLock(options.out.with_suffix("")) as lock:

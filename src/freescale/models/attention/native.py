@@ -47,7 +47,9 @@ def library() -> ctypes.CDLL | str:
         return "no C compiler was found"
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(__file__).with_name("pairs.c"), Path(folder) / "pairs.so"
-        run = subprocess.run([compiler, *options, *_FLAGS, "-o", built, source, "-lm"], capture_output=True, text=True)
+        command = [compiler, *options, *_FLAGS, "-o", built, source, "-lm"]
+        own = {**os.environ, "TMPDIR": folder}  # so that an interrupted compiler leaves nothing behind either
+        run = subprocess.run(command, capture_output=True, text=True, env=own)
         if run.returncode:
             return f"{compiler} failed: {(run.stderr.strip().splitlines() or ['without a word'])[0]}"
         try:
