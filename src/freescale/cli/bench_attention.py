@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
-from freescale.errors import UsageError, reason
+from freescale.cli.options import Flag, parse, print_json, print_table, require_at_least, require_gpu, say
+from freescale.errors import reason
 from freescale.progress import progress
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Check first; what is wrong is not timed."""
     options = parse(Options, argv, prog)
-    if min(options.batch, options.longest, options.heads, options.width, options.rounds) < 1:
-        raise UsageError("every count must be at least 1", remedy=f"see {prog} --help")
+    require_at_least(options, batch=1, longest=1, heads=1, width=1, rounds=1)
     with progress("loading torch"):
         import numpy as np
         import torch

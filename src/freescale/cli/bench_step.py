@@ -7,7 +7,7 @@ from pathlib import Path
 
 from freescale.checkpoint.lock import RunLock
 from freescale.cli import preflight
-from freescale.cli.options import parse_run, print_json, print_table, run_parser, say, write_page
+from freescale.cli.options import parse_run, print_json, print_table, require_at_least, run_parser, say, write_page
 from freescale.config import RunConfig
 from freescale.errors import UsageError
 from freescale.launch import launched_instead
@@ -25,8 +25,7 @@ lie beside it, each for `freescale report`.
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options, config = parse_run(_parser(prog), argv)
-    if min(options.steps, options.turns, options.exact_steps) < 1:
-        raise UsageError("--steps, --turns and --exact-steps must be at least 1", remedy=f"see {prog} --help")
+    require_at_least(options, steps=1, turns=1, exact_steps=1)
     if config.model.dim % 4:
         what = f"model.dim = {config.model.dim} cannot be compared: TorchRec's tables have a multiple of 4"
         raise UsageError(what, remedy=f"--model.dim {-(-config.model.dim // 4) * 4}")

@@ -47,5 +47,5 @@ class Events(NamedTuple):
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def place(self, file: int, number: int) -> Place:
-        """Where an event stands, for people."""
+        """Where an event is in its file, for error messages."""
         return Place(self.files[file], **{self.counts: number})
