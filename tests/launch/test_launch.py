@@ -1,5 +1,6 @@
 """Who starts ranks, who is one, who holds the lock of a run, and what is refused or interrupted before any exist."""
 
+import contextlib
 import json
 import os
 import signal
@@ -95,6 +96,24 @@ def test_a_command_that_is_interrupted_before_its_ranks_exist_ends_and_leaves_no
     while of_session(running.pid):
         assert time.monotonic() < until, of_session(running.pid)
         time.sleep(0.01)
+
+
+def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
+    from freescale.launch import _no_interrupt_lost
+
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(KeyboardInterrupt), _no_interrupt_lost(), contextlib.suppress(BaseException):
+            signal.raise_signal(kind)
+
+
+def test_an_interrupt_inside_exec_of_a_string_exits_with_130(tmp_path: Path) -> None:
+    code = """import freescale.cli.main as command
+command._dispatch = lambda words: exec("raise KeyboardInterrupt")
+raise SystemExit(command.main([]))"""
+    (tmp_path / "interrupted_command.py").write_text(code)
+    command = [sys.executable, "-m", "interrupted_command"]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    assert ended.returncode == 130
 
 
 def test_who_waits_for_the_store_of_another_host_can_be_interrupted() -> None:

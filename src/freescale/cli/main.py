@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         tell("interrupted")
+        eval("None")  # else CPython exits by SIGINT if the exception passed through `exec` of a string, as in an import
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, which is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

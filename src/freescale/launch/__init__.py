@@ -4,8 +4,12 @@ One agent runs on every host. Agents meet at a store that one of them serves; th
 form a generation: if one is lost, all of them end, and the next generation begins on the hosts that are there.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from freescale.checkpoint.lock import RunLock
 from freescale.errors import UsageError
@@ -42,7 +46,7 @@ def launched_instead(
         lock.acquire()
     from freescale.launch.ranks import prepare, wait_until_prepared
 
-    with progress("starting ranks"):
+    with progress("starting ranks"), _no_interrupt_lost():
         prepare()  # while this process imports what it needs itself
         from freescale.launch.agent import Agent
         from freescale.launch.meeting import Meeting
@@ -55,6 +59,28 @@ def launched_instead(
         return Agent(meeting, words, ranks=ranks, restarts=restarts).run()
     finally:
         meeting.close()
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Raise KeyboardInterrupt on leaving, even if code inside caught it: imports of torch contain bare `except:`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        if received:
+            raise KeyboardInterrupt
 
 
 def is_rank(hosts: Hosts | None = None) -> bool:
