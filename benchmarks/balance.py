@@ -55,12 +55,14 @@ def quality(name: str, pool: Ints, ranks: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         lengths = pool[rng.integers(0, len(pool), ranks * BATCH)]
         costs = cost(lengths)
-        placed: dict[str, Placement] = {"free": assign(costs, homes, ranks=ranks, tokens=lengths)}
+        placed: dict[str, Placement] = {"free": assign(costs, homes, world_size=ranks, tokens=lengths)}
         if ranks <= 256:
-            placed["equal"] = assign(costs, homes, ranks=ranks, tokens=lengths, equal_counts=True)
-            placed["lpt_equal"] = assign(costs, homes, ranks=ranks, tokens=lengths, equal_counts=True, strategy="lpt")
+            placed["equal"] = assign(costs, homes, world_size=ranks, tokens=lengths, equal_counts=True)
+            placed["lpt_equal"] = assign(
+                costs, homes, world_size=ranks, tokens=lengths, equal_counts=True, strategy="lpt"
+            )
             note("kk_equal", karmarkar_karp(costs, ranks))
-        placed["zigzag"] = assign(costs, homes, ranks=ranks, tokens=lengths, strategy="zigzag")
+        placed["zigzag"] = assign(costs, homes, world_size=ranks, tokens=lengths, strategy="zigzag")
         loads = np.bincount(homes, weights=costs)
         note("random", float(loads.max() / loads.mean()))
         note("bound", placed["free"].lower_bound)
@@ -79,12 +81,12 @@ def planning(pool: Ints, ranks: int, repeats: int) -> dict[str, Any]:
     ratios, plans, gaps = [], [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        assign(costs, homes, ranks=ranks, tokens=lengths)
+        assign(costs, homes, world_size=ranks, tokens=lengths)
         middle = time.perf_counter()
         np.argsort(costs, kind="stable")
         ratios.append((middle - began) / (time.perf_counter() - middle))
         plans.append(middle - began)
-        gaps += beside.waits(lambda: assign(costs, homes, ranks=ranks, tokens=lengths))
+        gaps += beside.waits(lambda: assign(costs, homes, world_size=ranks, tokens=lengths))
     return {
         "ranks": ranks,
         "samples": len(costs),

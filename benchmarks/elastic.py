@@ -31,8 +31,8 @@ from freescale.checkpoint.files import Part, read_json
 from record import save
 from watched import Run, make_data
 
-RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.deadline", "20"]
-SERVES = "note: this host serves the store"
+RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.timeout", "20"]
+SERVES = "this host serves the store"
 WATCHED = ("agent", "nursery", "rank")
 SAMPLE_AT_SECONDS = 15.0
 """After a start, when ranks of every generation have done the same."""
@@ -85,8 +85,8 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     apart = max(float(np.linalg.norm(a[n] - b[n]) / max(np.linalg.norm(a[n]), 1e-300)) for n in a)
     return {
         "exit_codes": codes,
-        "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("note: resumed on ")],
-        "told": [line for line in first.said.splitlines() if line.startswith("note: generation")],
+        "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("warning: resumed on ")],
+        "told": [line for line in first.said.splitlines() if "ranks start again" in line],
         "recoveries_s": [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"],
         "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, steps + 1)),
         "largest_relative_difference": apart,

@@ -198,7 +198,7 @@ class Way:
         self.turns: list[tuple[str, int]] = []
         """Of each turn: what was trained on, and the bytes that a step sent."""
         self._scene = scene
-        self._bubbles = Bubbles(folder, steps=0, every=scene.steps, deadline=120.0)
+        self._bubbles = Bubbles(folder, steps=0, every=scene.steps, timeout=120.0)
         fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}
         kind = PrioritizedEmbeddingSharder if name in (SERIAL, PRIORITIZED) else EmbeddingCollectionSharder
         self._model = sharded(Somebody(scene), kind(fused_params=fused), world)

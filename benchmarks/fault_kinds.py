@@ -18,7 +18,7 @@ from watched import Run, alive, require
 
 STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0
 RECIPE = ["train", "tiny", "--train.epochs", "99", "--train.max-steps", str(STEPS), "--train.log-every", "1"]
-RECIPE += ["--train.save-every", str(SAVE_EVERY), "--train.deadline", str(DEADLINE), "--restarts", "4"]
+RECIPE += ["--train.save-every", str(SAVE_EVERY), "--train.timeout", str(DEADLINE), "--restarts", "4"]
 WAYS = ("auto", "c10d", "host_staged", "shared_memory")
 _LATEST_STEP = STEPS - 15
 
@@ -90,7 +90,7 @@ def stop(trial: Trial) -> list[Run]:
 
 
 def pause(trial: Trial) -> list[Run]:
-    """A rank is stopped for less than the deadline: nobody has to start again."""
+    """A rank is stopped for less than the timeout: nobody has to start again."""
     run = trial.start("--restarts", "0")
     run.wait_for(trial.step)
     _pause_for_a_while(run, trial.victim)

@@ -453,18 +453,18 @@ def valid_run() -> Files:
         for rank in (0, 1):
             kept.samples([samples[rank] for samples in found.samples.values()])
         config.save(RECIPES["tiny"], Path(folder) / "config.toml")
-        journal = Journal(Path(folder), leads=True, steps=2, quiet=True)
-        journal.start(0, ranks=2, reason="new run")
+        journal = Journal(Path(folder), is_rank_zero=True, steps=2, quiet=True)
+        journal.start(0, world_size=2, reason="new run")
         for step in (1, 2):
             journal.write({"kind": "train", "step": step, "loss": 3.0 / step, "grad_norm": 1.0})
         journal.write({"kind": "evaluate", "step": 2, "hr@10": 0.5})
-        journal.start(1, ranks=1, reason="resumed")
+        journal.start(1, world_size=1, reason="resumed")
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def run_inputs() -> Inputs:
     valid = valid_run()
-    names = ["step", "rank", "ranks", "spans", "transfers", "last", "ms", *CAUSES[:3], *TRAFFIC[:2]]
+    names = ["step", "rank", "world_size", "spans", "transfers", "last", "ms", *CAUSES[:3], *TRAFFIC[:2]]
     values = trees(names)
 
     def other_line(name: str, raw: bytes) -> st.SearchStrategy[bytes]:
@@ -493,7 +493,7 @@ def read_run(folder: Path) -> None:
     noted = curves.Run("a run", list(entries(folder)), damaged_lines(folder))
     assert "<script" not in "".join([curves.headline(noted), *curves.training([noted]), *curves.training([noted] * 2)])
     config.load(folder / "config.toml")
-    assert records.read_machine(folder).ranks > 0
+    assert records.read_machine(folder).world_size > 0
     calibrate.computes(records.read_samples(folder))
 
 

@@ -1,9 +1,9 @@
 """Is a rank that is killed at any moment named by all others in time, and is nothing of it left behind?
 
-    python benchmarks/kills.py [--kills 100] [--deadline 10] [--out FILE.json]
+    python benchmarks/kills.py [--kills 100] [--timeout 10] [--out FILE.json]
 
 Seeded: how many ranks, which way their bytes take, who is killed (-9) and when, from before it has joined to amid
-transfers of both lanes. The others must end with an error that names it within the deadline of a wait (and the moment
+transfers of both lanes. The others must end with an error that names it within the timeout of a wait (and the moment
 of grace in which they ask who is there). Then no process, shared memory or socket may be left, and the next run starts
 at the same port. Last, a run without a kill.
 """
@@ -55,7 +55,7 @@ def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Con
     torch.set_num_threads(1)
     sys.stderr = Told(pipe)  # whoever cannot even join says so there, and ends
     try:
-        world = join(deadline=setting["deadline"])
+        world = join(timeout=setting["timeout"])
         ways = Ways(world)
         urgent = ways.make(setting["way"])
         lanes = [urgent, ways.make(setting["way"], urgent=urgent)]
@@ -71,12 +71,12 @@ def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Con
         os._exit(5)  # a lost group takes its time to end by itself
 
 
-def trial(seed: int, port: int, deadline: float, *, kill: bool = True) -> dict[str, Any]:
+def trial(seed: int, port: int, timeout: float, *, kill: bool = True) -> dict[str, Any]:
     """One run, in which one rank is killed."""
     random = np.random.default_rng(seed)
     ranks, way = int(random.integers(2, 5)), str(random.choice(["c10d", "host_staged", "shared_memory"]))
     victim, after = int(random.integers(ranks)), float(random.uniform(0.0, 1.5))
-    setting = {"seed": seed, "way": way, "deadline": deadline, "exchanges": 1_000_000 if kill else 40}
+    setting = {"seed": seed, "way": way, "timeout": timeout, "exchanges": 1_000_000 if kill else 40}
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
@@ -90,7 +90,7 @@ def trial(seed: int, port: int, deadline: float, *, kill: bool = True) -> dict[s
         time.sleep(after)
         processes[victim].kill()
     began = time.monotonic()
-    told = {rank: _heard(pipes[rank], deadline + GRACE_SECONDS) for rank in range(ranks) if rank != victim or not kill}
+    told = {rank: _heard(pipes[rank], timeout + GRACE_SECONDS) for rank in range(ranks) if rank != victim or not kill}
     seconds = time.monotonic() - began
     for process in processes:
         process.join(5)
@@ -127,20 +127,20 @@ def left_behind() -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--deadline", type=float, default=10.0)
+    parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(["torch", "freescale.transport.choose", "__main__"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    trial(-1 & 0xFFFF, port, options.deadline, kill=False)  # the fork server is up
+    trial(-1 & 0xFFFF, port, options.timeout, kill=False)  # the fork server is up
     before = left_behind()
     kills = []
     for seed in range(options.kills):
-        kills.append(trial(seed, port, options.deadline))
+        kills.append(trial(seed, port, options.timeout))
         print(json.dumps(kills[-1]), flush=True)
-    last = trial(options.kills, port, options.deadline, kill=False)
+    last = trial(options.kills, port, options.timeout, kill=False)
     times = [kill["named_s"] for kill in kills]
     summary = {
         "kills": len(kills),

@@ -96,7 +96,7 @@ def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str,
     """CPU and wall seconds of each block of steps."""
     overrides = ["--data.path", f"{folder}/data", "--train.save-every", str(10**9), "--train.max-steps", "0"]
     config = resolve("tiny", [*overrides, "--data.split", "none"])
-    loader = Loader(config.data, seed=0, rank=world.rank, ranks=options.ranks)
+    loader = Loader(config.data, seed=0, rank=world.rank, world_size=options.ranks)
     batches = [batch for batch, _ in zip(loader, range(options.steps), strict=False)]
     unwatched = replace(world, transport=C10d(world.group, world.transport.peers.store))
     bare = [bare_loop(config, unwatched, loader.known.rows) for _ in range(2)]

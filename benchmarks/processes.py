@@ -41,9 +41,9 @@ def _run(
         os.environ |= {"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": INTERFACE}
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_measurement, daemon=True).start()
-    world = join(deadline=120.0)
+    world = join(timeout=120.0)
     found = function(world, *arguments)
-    if world.leads:
+    if world.is_rank_zero:
         result.write_bytes(pickle.dumps(found))
     leave()
 

@@ -106,9 +106,9 @@ def simulated(setting: Setting, ranks: int, where: str, techniques: Techniques, 
     rng = np.random.default_rng([seed, 1])  # not that of the settings
     found = cluster.load(where).drawn(rng)
     values, counts = np.unique(setting.lengths, return_counts=True)
-    drawn: list[Drawn] = list(draw(values, counts, ranks=ranks, batch=setting.batch, steps=5, rng=rng))
+    drawn: list[Drawn] = list(draw(values, counts, world_size=ranks, batch=setting.batch, steps=5, rng=rng))
     loads = [
-        plan(one, setting.model, ranks=ranks, rules=setting.rules if techniques.balance else None) for one in drawn
+        plan(one, setting.model, world_size=ranks, rules=setting.rules if techniques.balance else None) for one in drawn
     ]
     machine = Machine.of(found, setting.model)
     question = Question(setting.model, values, counts, setting.batch, found, lambda _: machine)

@@ -95,7 +95,7 @@ def calibrated(options: argparse.Namespace, rng: np.random.Generator) -> tuple[C
 
 def planned(cost: Cost, ranks: int, rng: np.random.Generator) -> Drawn:
     lengths, homes = drawn(ranks, rng), np.repeat(np.arange(ranks), BATCH)
-    placement = assign(cost.of(lengths), homes, ranks=ranks, tokens=lengths)
+    placement = assign(cost.of(lengths), homes, world_size=ranks, tokens=lengths)
     random, balanced = ([share(lengths[where == rank]) for rank in range(ranks)] for where in (homes, placement.rank))
     return Drawn(random, balanced, placement.at_home, placement.max_over_mean, placement.moved_tokens)
 

@@ -63,7 +63,7 @@ def in_groups(drawn: Drawn, cost: Cost, ranks: int) -> float:
     for first in range(0, ranks, GROUP):
         mine = (drawn.homes >= first) & (drawn.homes < first + GROUP)
         size = min(GROUP, ranks - first)
-        placed = assign(costs[mine], drawn.homes[mine] - first, ranks=size).rank
+        placed = assign(costs[mine], drawn.homes[mine] - first, world_size=size).rank
         load[first : first + size] = np.bincount(placed, weights=costs[mine], minlength=size)
     return float(load.max() / load.mean())
 

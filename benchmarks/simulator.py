@@ -93,14 +93,14 @@ def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool
     """All runs; gives the lengths of every rank's samples, step by step, where nothing was moved."""
     found: list[list[list[int]]] = []
     for name, techniques in TURNS.items():
-        config, recording = settings(options, world.ranks, techniques), Recording()
+        config, recording = settings(options, world.world_size, techniques), Recording()
         items = Loader(config.data, seed=0).known.rows
         model = Timed(model_of(config, items=items), recording.seconds) if timed else None
         trainer = build(config, world, folder / name, model=model)
         trainer.fit()
         trainer.close()
         if name == "nothing":
-            found = [[] for _ in range(world.ranks)]
+            found = [[] for _ in range(world.world_size)]
             dist.all_gather_object(found, recording.lengths)
     return found
 
@@ -135,7 +135,7 @@ def predictions(folder: Path, config: RunConfig, data: Profile, lengths: list[li
     found = []
     for name, techniques in TURNS.items():
         rules = config.balance if techniques.balance else None
-        loads = [plan(one, model, ranks=ranks, rules=rules) for one in drawn]
+        loads = [plan(one, model, world_size=ranks, rules=rules) for one in drawn]
         predicted = run(question, where, ranks, techniques, loads, np.random.default_rng(0))
         found.append(Prediction(name, summarize(read_intervals(folder / name)), predicted))
     return found

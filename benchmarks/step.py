@@ -52,7 +52,7 @@ def measured(
     world: World, config: RunConfig, folder: Path, exact: list[step.Exact], options: argparse.Namespace, timed: bool
 ) -> Any:
     found = step.measure(config, world, folder, turns=options.turns, timed=timed, say=print)
-    if not world.leads:
+    if not world.is_rank_zero:
         return None
     figures = {"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]}
     calibration = {"step": found.compute.step, "cost": found.compute.cost.constants, "off": found.compute.error}
@@ -103,7 +103,7 @@ def main() -> None:
                 print(json.dumps(result), flush=True)
                 save(options.out, results)  # as soon as there are some
                 if options.out:
-                    name = f"step-{preset}-{result['ranks']}-{result['compute']}.html"
+                    name = f"step-{preset}-{result['world_size']}-{result['compute']}.html"
                     options.out.with_name(name).write_text(drawn)
 
 

@@ -116,10 +116,10 @@ def in_turns(
             config = settings(options, options.steps, turn, *words, "--balance.mode", mode)
             place = folder / f"{'timed' if timed else 'real'}-{turn}-{name}"
             trainer = trained(config, world, place, compute.lane(config) if timed else None)
-            found[name].append(shares(place) if world.leads else {})
+            found[name].append(shares(place) if world.is_rank_zero else {})
             if mode == "on":
                 plans.append(trainer.parts.planner.means)
-    return compared(found, plans, compute) if world.leads else {}
+    return compared(found, plans, compute) if world.is_rank_zero else {}
 
 
 def _predicted_gain(without: dict[str, float], plan: dict[str, float], compute: Compute) -> float:
@@ -177,18 +177,18 @@ def slow_rank(world: World, options: argparse.Namespace, folder: Path, compute: 
             words = ["--balance.cost", *map(str, compute.cost.constants), *(["--balance.adapt"] if adapt else [])]
             config = settings(options, 2 * half, turn, *words)
             steps = itertools.count(1)
-            slow = world.rank == world.ranks - 1
+            slow = world.rank == world.world_size - 1
 
             def slower(steps: Iterator[int] = steps, slow: bool = slow) -> float:
                 return SLOWER if slow and next(steps) <= half else 1.0
 
             place = folder / f"slow-{turn}-{adapt}"
             trained(config, world, place, compute.lane(config, slower))
-            if world.leads:
+            if world.is_rank_zero:
                 name = "adapting" if adapt else "fixed"
                 line |= {f"{name}_slow": idle(place, 20, half), f"{name}_recovered": idle(place, half + 20, 2 * half)}
         found.append(line)
-    if not world.leads:
+    if not world.is_rank_zero:
         return {}
     means = {f"idle_{name}": round(statistics.median(line[name] for line in found), 4) for name in found[0]}
     falls = statistics.median(1 - line["adapting_slow"] / line["fixed_slow"] for line in found)

@@ -54,7 +54,7 @@ def exchanges(world: World, options: argparse.Namespace) -> dict[str, Any]:
         _compare(world, opened, *_large(world, number, options.large_rows), wrong)
     counts = [world.transport.total(count, name="wrong") for count in wrong.values()]
     return {
-        "ranks": world.ranks,
+        "ranks": world.world_size,
         "exchanges": options.exchanges,
         "above_2_gib": options.large,
         "wrong": dict(zip(wrong, counts, strict=True)),
@@ -78,7 +78,7 @@ def _compare(
 
 def _drawn(world: World, number: int) -> tuple[torch.Tensor, list[int], list[int]]:
     random = np.random.default_rng(number)
-    most, square = int(random.choice([1, 2, 30, 1000, 8000])), (world.ranks, world.ranks)
+    most, square = int(random.choice([1, 2, 30, 1000, 8000])), (world.world_size, world.world_size)
     splits = random.integers(0, most + 1, square) * random.integers(0, 2, square)
     send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
     dtype, shape = DTYPES[number % len(DTYPES)], SHAPES[number % len(SHAPES)]
@@ -89,8 +89,8 @@ def _drawn(world: World, number: int) -> tuple[torch.Tensor, list[int], list[int
 
 def _large(world: World, number: int, rows: int) -> tuple[torch.Tensor, list[int], list[int]]:
     """One message above 2 GiB, from a rank to the next one; a few rows between all others."""
-    splits = np.full((world.ranks, world.ranks), 3)
-    splits[number % world.ranks, (number + 1) % world.ranks] = rows
+    splits = np.full((world.world_size, world.world_size), 3)
+    splits[number % world.world_size, (number + 1) % world.world_size] = rows
     send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
     return torch.arange(sum(send)) * 0x9E3779B97F4A7C15 + world.rank, send, receive
 
@@ -99,7 +99,7 @@ def speed(world: World, megabytes: int, names: tuple[str, str], turns: int) -> d
     """Two ways in turns, and the first against itself: milliseconds of an exchange, and of CPU that all ranks spent."""
     ways = Ways(world)
     opened = {name: ways.make(name) for name in names} | {"again": world.transport}
-    counts = [(megabytes << 18) // world.ranks] * world.ranks
+    counts = [(megabytes << 18) // world.world_size] * world.world_size
     rows = torch.rand(sum(counts))
     times = max(2, 128 // megabytes)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in opened}

@@ -53,7 +53,7 @@ def main() -> None:
     drawn = np.minimum(np.random.default_rng(0).lognormal(5.0, 1.0, 512).astype(int), 2048)
     homes = np.repeat(np.arange(8), 64)
     for name, cost in (("this law", law.cost), ("full attention", fs.Cost.hstu(dim=DIM))):
-        placed = fs.balance.assign(cost.of(drawn), homes, ranks=8)
+        placed = fs.balance.assign(cost.of(drawn), homes, world_size=8)
         loads = np.bincount(placed.rank, weights=law.cost.of(drawn), minlength=8)
         print(f"dealt by the cost of {name}: the slowest rank takes {loads.max() / loads.mean():.3f} of the mean")
 

@@ -63,12 +63,12 @@ class NextByMean(nn.Module):
 
 
 def main() -> None:
-    world = join(deadline=60)
+    world = join(timeout=60)
     with tempfile.TemporaryDirectory() as folder:
         places = [folder]
         dist.broadcast_object_list(places)
         place = Path(places[0])
-        if world.leads:
+        if world.is_rank_zero:
             synthetic.write(place / "data", "ml1m", users=400, catalogue=ITEMS)
         dist.barrier()
         config = fs.RunConfig(
@@ -78,7 +78,7 @@ def main() -> None:
         trainer = build(config, world, place / "run", model=NextByMean())
         trainer.fit()
         trainer.close()
-        if world.leads:
+        if world.is_rank_zero:
             losses = [entry["loss"] for entry in entries(place / "run") if entry["kind"] == "train"]
             print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
         dist.barrier()

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes over gloo on the loopback, started once and sent work.
 
 A process takes seconds to import torch, so ranks are forked from one that has, and a test module starts its ranks once
-(see the fixture in `conftest`) and sends them module-level functions. Every wait has a deadline; what a rank raises is
+(see the fixture in `conftest`) and sends them module-level functions. Every wait has a timeout; what a rank raises is
 raised here with its rank.
 """
 
@@ -68,13 +68,13 @@ class Ranks:
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
         """Run `function(world, *arguments)` on every rank and give what each returned."""
         self.send(function, *arguments)
         results, errors = [], []
         for rank in range(len(self._pipes)):
             try:
-                results.append(self.result(rank, deadline))
+                results.append(self.result(rank, timeout))
             except RankError as error:
                 errors.append(str(error))
         if errors:
@@ -87,13 +87,13 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((self._sent, function, arguments))
 
-    def result(self, rank: int, deadline: float = DEADLINE) -> Any:
+    def result(self, rank: int, timeout: float = DEADLINE) -> Any:
         """What one rank returned, or raised."""
         answers, ok, value = 0, False, None
         while answers != self._sent:  # what came too late for an earlier task is not the answer to this one
-            if not self._pipes[rank].poll(deadline):
+            if not self._pipes[rank].poll(timeout):
                 self._show_where_they_are()
-                raise RankError(f"rank {rank} gave no answer within {deadline} s")
+                raise RankError(f"rank {rank} gave no answer within {timeout} s")
             answers, ok, value = self._pipes[rank].recv()
         if not ok:
             raise RankError(f"rank {rank}:\n{value}")

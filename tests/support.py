@@ -1,5 +1,6 @@
 """Small data sets for tests, the loader's batches as plain lists, and the command line in this process."""
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,22 @@ from freescale.data.store import writer
 from freescale.data.store.manifest import Manifest
 
 
+class ListHandler(logging.Handler):
+    """Keeps the messages of log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def freescale(words: Sequence[str]) -> int:
     """Run a command of one rank in this process, and give its exit code."""
     import torch.distributed as dist
 
-    log._said.clear()  # notices are printed once per process
+    log._logged.clear()  # repeated texts are logged once per process
     try:
         return main(words)
     finally:
@@ -61,7 +73,7 @@ def write_dataset(path: Path, table: pa.Table, *, rows_per_group: int, items: in
 
 
 def loader(
-    path: Path | str, *, seed: int = 7, rank: int = 0, ranks: int = 1, part: Any = "train", **config: Any
+    path: Path | str, *, seed: int = 7, rank: int = 0, world_size: int = 1, part: Any = "train", **config: Any
 ) -> Loader:
     options: dict[str, Any] = {
         "global_batch": 16,
@@ -71,7 +83,7 @@ def loader(
         "max_history": 10**6,
         **config,
     }
-    return Loader(DataConfig(path=str(path), **options), seed=seed, rank=rank, ranks=ranks, part=part)
+    return Loader(DataConfig(path=str(path), **options), seed=seed, rank=rank, world_size=world_size, part=part)
 
 
 def ids(batch: Batch) -> list[int]:
@@ -80,6 +92,6 @@ def ids(batch: Batch) -> list[int]:
 
 def steps_over_ranks(path: Path, ranks: int, **config: Any) -> list[list[int]]:
     """Sample ids of every step of an epoch, over all ranks."""
-    every = [[ids(batch) for batch in loader(path, rank=rank, ranks=ranks, **config)] for rank in range(ranks)]
+    every = [[ids(batch) for batch in loader(path, rank=rank, world_size=ranks, **config)] for rank in range(ranks)]
     assert len({len(steps) for steps in every}) == 1, "every rank ends at the same step"
     return [sorted(sum(parts, [])) for parts in zip(*every, strict=True)]

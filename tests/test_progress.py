@@ -186,12 +186,12 @@ import rich.live
 from freescale import progress
 from freescale.cli.main import main
 from freescale.data.sources import histories
-from freescale.log import notice
+from freescale.log import warning_once
 progress.SHOW_SECONDS = progress.FIRST_LINE_SECONDS = progress.LINE_SECONDS = 0.2
 real = histories._group
 def slow(*given):
     time.sleep(1.2)
-    notice("said meanwhile")
+    warning_once("logged meanwhile")
     print("a result")
     time.sleep(0.3)
     return real(*given)
@@ -244,7 +244,7 @@ def test_a_long_import_shows_a_bar_on_a_terminal_and_leaves_it_clean(imports: di
     told = imports["bar"].told
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", told)]
     assert any(re.fullmatch(r"sorting histories [|/\\-]  0:0\d", line) for line in lines)
-    assert "note: said meanwhile" in lines, "a notice has a line of its own"
+    assert "warning: logged meanwhile" in lines, "a log record has a line of its own"
     assert max(map(len, lines)) < 60
     assert told.rindex("\x1b[?25h") > told.rindex("\x1b[?25l"), "the cursor is shown again"
     assert told.endswith("\x1b[1A\x1b[2K"), "the line of the bar is cleared at the end"
@@ -257,7 +257,7 @@ def test_a_long_import_prints_lines_without_a_terminal(imports: dict[str, Import
 
 
 def test_a_quiet_import_shows_nothing(imports: dict[str, Imported]) -> None:
-    assert imports["quiet"].told == "\r\x1b[Knote: said meanwhile\r\n"
+    assert imports["quiet"].told == "\r\x1b[Kwarning: logged meanwhile\r\n"
 
 
 def test_results_are_apart_from_progress(imports: dict[str, Imported]) -> None:

@@ -42,13 +42,11 @@ def small(path: Path | str, **changes: Any) -> RunConfig:
     return config
 
 
-def joined(world: World, deadline: float = 60.0) -> worlds.World:
+def joined(world: World, timeout: float = 60.0) -> worlds.World:
     """What `transport.world.join` gives, for a rank of the tests."""
     group = dist.group.WORLD
     assert group is not None
-    return worlds.World(
-        world.rank, world.ranks, torch.device("cpu"), group, C10d(group, world.store, deadline=deadline)
-    )
+    return worlds.World(world.rank, world.ranks, torch.device("cpu"), group, C10d(group, world.store, timeout=timeout))
 
 
 def chosen(batch: Batch, index: list[int]) -> Batch:

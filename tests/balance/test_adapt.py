@@ -30,7 +30,7 @@ def measured(lengths: NDArray[np.int64], slower: float = 1.0) -> list[int]:
 def simulated(slower: Any, steps: int, seed: int = 0) -> tuple[list[float], Planner]:
     """Share of a rank's time that it waits, step by step, where rank r computes slower(step, r, rng) times as long."""
     rng = np.random.default_rng(seed)
-    planner = Planner(GUESS, BalanceConfig(adapt=True), ranks=RANKS)
+    planner = Planner(GUESS, BalanceConfig(adapt=True), world_size=RANKS)
     homes, idle, said = np.repeat(np.arange(RANKS), BATCH), [], np.zeros((RANKS, SUMS + 3), dtype=np.int64)
     for step in range(steps):
         planner.hears(said)
@@ -73,7 +73,7 @@ def test_noise_and_one_odd_step_move_hardly_any_work() -> None:
 
 
 def test_ranks_that_computed_nothing_say_nothing() -> None:
-    learner, basis = Learner(leads=False), Basis(GUESS)
+    learner, basis = Learner(is_rank_zero=False), Basis(GUESS)
     assert learner.learn(basis, np.zeros((4, SUMS + 3), dtype=np.int64)) == basis
     sums = [measured(np.array([100, 20])), [1, 0, 0, 0, 10**6], [0] * SUMS, measured(np.array([90, 30]))]
     speeds = learner.learn(basis, np.array([[*of_rank, 0, 0, 0] for of_rank in sums])).speeds
@@ -82,7 +82,7 @@ def test_ranks_that_computed_nothing_say_nothing() -> None:
 
 
 def test_all_ranks_take_the_fit_of_rank_0_to_the_last_bit() -> None:
-    learner, basis = Learner(leads=False), Basis(GUESS)
+    learner, basis = Learner(is_rank_zero=False), Basis(GUESS)
     proposed = np.array([[0.1, 0.2, 0.3], [7.0, 7.0, 7.0]]).view(np.int64)
     told = np.concatenate([np.zeros((2, SUMS), dtype=np.int64), proposed], axis=1)
     assert learner.learn(basis, told).cost.constants == (0.1, 0.2, 0.3)

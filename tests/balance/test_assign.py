@@ -38,13 +38,13 @@ def problems(draw: st.DrawFn) -> Words:
     speeds = draw(st.one_of(st.none(), st.lists(st.floats(0.3, 3.0), min_size=ranks, max_size=ranks)))
     hosts = draw(st.one_of(st.none(), st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)))
     tokens = [1 + cost // 10 for cost in costs]
-    found = {"costs": costs, "homes": home, "ranks": ranks, "tokens": tokens, "speeds": speeds, "hosts": hosts}
+    found = {"costs": costs, "homes": home, "world_size": ranks, "tokens": tokens, "speeds": speeds, "hosts": hosts}
     return found | {"equal_counts": draw(st.booleans())}
 
 
 def times(problem: Words, rank: NDArray[np.int64]) -> NDArray[np.float64]:
-    speeds = np.ones(problem["ranks"]) if problem["speeds"] is None else np.array(problem["speeds"])
-    return np.bincount(rank, weights=np.array(problem["costs"], dtype=float), minlength=problem["ranks"]) / speeds
+    speeds = np.ones(problem["world_size"]) if problem["speeds"] is None else np.array(problem["speeds"])
+    return np.bincount(rank, weights=np.array(problem["costs"], dtype=float), minlength=problem["world_size"]) / speeds
 
 
 @settings(max_examples=200)
@@ -53,12 +53,12 @@ def test_whatever_the_samples_each_has_one_rank_and_no_step_gets_longer(problem:
     placed = assign(**problem, strategy=strategy)
     home, count = np.array(problem["homes"], dtype=np.int64), len(problem["costs"])
     assert placed.rank.shape == (count,)
-    assert ((placed.rank >= 0) & (placed.rank < problem["ranks"])).all()
-    counts = np.bincount(home, minlength=problem["ranks"])
+    assert ((placed.rank >= 0) & (placed.rank < problem["world_size"])).all()
+    counts = np.bincount(home, minlength=problem["world_size"])
     if not problem["equal_counts"] or np.ptp(counts) <= 1:
         assert times(problem, placed.rank).max(initial=0.0) <= times(problem, home).max(initial=0.0) * (1 + 1e-12)
     if problem["equal_counts"]:
-        assert np.ptp(np.bincount(placed.rank, minlength=problem["ranks"])) <= 1
+        assert np.ptp(np.bincount(placed.rank, minlength=problem["world_size"])) <= 1
     assert placed.max_over_mean >= placed.lower_bound * (1 - 1e-9)
     assert placed.moved_samples == pytest.approx((placed.rank != home).mean() if count else 0.0)
 
@@ -73,7 +73,7 @@ def test_every_rank_plans_the_same(problem: Words) -> None:
 @given(problem=problems(), spare=st.floats(1.0, 2.0))
 def test_no_rank_holds_more_than_it_can_or_it_is_said(problem: Words, spare: float) -> None:
     tokens = np.array(problem["tokens"], dtype=np.int64)
-    cap = int(max(tokens.max(initial=1), spare * -(-tokens.sum() // problem["ranks"]))) + 1
+    cap = int(max(tokens.max(initial=1), spare * -(-tokens.sum() // problem["world_size"]))) + 1
     try:
         placed = assign(**problem, max_tokens=cap)
     except ValueError as error:  # tight caps are a packing problem that nobody promises to solve
@@ -81,7 +81,7 @@ def test_no_rank_holds_more_than_it_can_or_it_is_said(problem: Words, spare: flo
         assert "within max_tokens" in said
         assert spare < 1.5 or problem["equal_counts"]
         return
-    assert np.bincount(placed.rank, weights=tokens, minlength=problem["ranks"]).max(initial=0) <= cap
+    assert np.bincount(placed.rank, weights=tokens, minlength=problem["world_size"]).max(initial=0) <= cap
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 256])
@@ -92,7 +92,7 @@ def test_the_slowest_rank_is_within_half_a_percent_of_the_best_and_few_tokens_mo
     placed = []
     for seed in range(5):
         lengths = drawn(preset, ranks, seed)
-        placed.append(assign(COST.of(lengths), homes(ranks), ranks=ranks, tokens=lengths))
+        placed.append(assign(COST.of(lengths), homes(ranks), world_size=ranks, tokens=lengths))
         assert placed[-1].max_over_mean <= 1.005 * placed[-1].lower_bound
     assert np.mean([one.moved_tokens for one in placed]) <= most_moved
 
@@ -101,9 +101,9 @@ def test_the_slowest_rank_is_within_half_a_percent_of_the_best_and_few_tokens_mo
 def test_equal_counts_cost_no_more_than_dealing_all_samples_out(preset: synthetic.Preset) -> None:
     lengths = drawn(preset, 64)
     costs = COST.of(lengths)
-    ours = assign(costs, homes(64), ranks=64, tokens=lengths, equal_counts=True)
+    ours = assign(costs, homes(64), world_size=64, tokens=lengths, equal_counts=True)
     assert np.ptp(np.bincount(ours.rank)) == 0
-    dealt = [assign(costs, homes(64), ranks=64, equal_counts=True, strategy=s) for s in ("zigzag", "lpt")]
+    dealt = [assign(costs, homes(64), world_size=64, equal_counts=True, strategy=s) for s in ("zigzag", "lpt")]
     assert ours.max_over_mean <= min(one.max_over_mean for one in dealt) + 0.005
     assert ours.moved_tokens < 0.15 < min(one.moved_samples for one in dealt)
 
@@ -113,7 +113,7 @@ def test_with_few_samples_per_rank_it_is_never_worse_than_dealing_them_out(ranks
     for seed in range(10):
         lengths = np.minimum(synthetic.lengths("heavy", ranks * batch, np.random.default_rng(seed)), 200)
         at = np.repeat(np.arange(ranks), batch)
-        ours, dealt = (assign(COST.of(lengths), at, ranks=ranks, strategy=s) for s in ("shed", "lpt"))
+        ours, dealt = (assign(COST.of(lengths), at, world_size=ranks, strategy=s) for s in ("shed", "lpt"))
         assert ours.max_over_mean <= max(dealt.max_over_mean, 1.0046 * ours.lower_bound)
 
 
@@ -121,9 +121,9 @@ def test_the_plan_does_not_depend_on_the_order_in_which_costs_are_added() -> Non
     """Sums of whole numbers are exact: another vector width cannot plan differently."""
     rng = np.random.default_rng(0)
     costs = rng.lognormal(0.0, 1.5, 1024) * 1e9
-    whole = assign(costs, np.repeat(np.arange(8), 128), ranks=8, equal_counts=True)
+    whole = assign(costs, np.repeat(np.arange(8), 128), world_size=8, equal_counts=True)
     assert np.array_equal(
-        whole.rank, assign(costs * 3.0, np.repeat(np.arange(8), 128), ranks=8, equal_counts=True).rank
+        whole.rank, assign(costs * 3.0, np.repeat(np.arange(8), 128), world_size=8, equal_counts=True).rank
     )
 
 
@@ -131,7 +131,7 @@ def test_a_slow_rank_gets_less() -> None:
     lengths = drawn("kuairand", 16)
     speeds = np.ones(16)
     speeds[3] = 1 / 1.6
-    placed = assign(COST.of(lengths), homes(16), ranks=16, speeds=speeds)
+    placed = assign(COST.of(lengths), homes(16), world_size=16, speeds=speeds)
     work = np.bincount(placed.rank, weights=COST.of(lengths))
     assert work[3] / work.sum() == pytest.approx(speeds[3] / speeds.sum(), rel=0.01)
     assert placed.max_over_mean <= 1.005
@@ -141,15 +141,15 @@ def test_moves_stay_inside_a_host_where_they_can() -> None:
     lengths = drawn("kuairand", 64)
     hosts = np.arange(64) // 8
     costs = COST.of(lengths)
-    near = assign(costs, homes(64), ranks=64, hosts=hosts)
-    far = assign(costs, homes(64), ranks=64)
+    near = assign(costs, homes(64), world_size=64, hosts=hosts)
+    far = assign(costs, homes(64), world_size=64)
     crossing = [(hosts[placed.rank] != hosts[homes(64)]).mean() for placed in (near, far)]
     assert crossing[0] < 0.5 * crossing[1]
     assert near.max_over_mean <= 1.005 * near.lower_bound
 
 
 def test_balanced_work_stays_where_it_is() -> None:
-    placed = assign(np.ones(64), np.repeat(np.arange(8), 8), ranks=8)
+    placed = assign(np.ones(64), np.repeat(np.arange(8), 8), world_size=8)
     assert placed.moved_samples == 0.0
     assert placed.max_over_mean == placed.lower_bound == 1.0
 
@@ -162,11 +162,11 @@ def test_balanced_work_stays_where_it_is() -> None:
         ({"costs": [1.0, float("nan")]}, "finite"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
         ({"max_tokens": 3, "tokens": [2, 4]}, "larger than max_tokens"),
-        ({"max_tokens": 4, "tokens": [4, 4], "ranks": 1, "homes": [0, 0]}, "do not fit"),
+        ({"max_tokens": 4, "tokens": [4, 4], "world_size": 1, "homes": [0, 0]}, "do not fit"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(wrong: Words, said: str) -> None:
-    words: Words = {"costs": [1.0, 2.0], "homes": [0, 1], "ranks": 2}
+    words: Words = {"costs": [1.0, 2.0], "homes": [0, 1], "world_size": 2}
     with pytest.raises(ValueError, match=said):
         assign(**words | wrong)
 
@@ -175,6 +175,6 @@ def test_planning_lets_a_step_be_launched() -> None:
     """Beside a planning thread, another one gets the interpreter again soon: it does not wait for the whole plan."""
     lengths = drawn("heavy", 1024)
     costs = COST.of(lengths)
-    gaps = waits(lambda: assign(costs, homes(1024), ranks=1024, tokens=lengths))
+    gaps = waits(lambda: assign(costs, homes(1024), world_size=1024, tokens=lengths))
     assert len(gaps) > 20
     assert np.quantile(gaps, 0.99) < 2 * sys.getswitchinterval()

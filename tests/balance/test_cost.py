@@ -53,14 +53,14 @@ def test_the_imbalance_of_random_batches_is_the_published_one(
     preset: synthetic.Preset, ranks: int, expected: float
 ) -> None:
     lengths, counts = np.unique(synthetic.lengths(preset, 200_000, np.random.default_rng(0)), return_counts=True)
-    found = random_batches(Cost.sasrec(dim=256).of(lengths), counts, ranks=ranks, batch=128)
+    found = random_batches(Cost.sasrec(dim=256).of(lengths), counts, world_size=ranks, batch=128)
     assert found.max_over_mean == pytest.approx(expected, rel=0.03)
     assert found.best_share < 0.01
 
 
 def test_equal_samples_make_nobody_wait_and_one_giant_cannot_be_balanced_away() -> None:
-    equal = random_batches(np.array([3.0]), np.array([10]), ranks=8, batch=4)
+    equal = random_batches(np.array([3.0]), np.array([10]), world_size=8, batch=4)
     assert (equal.max_over_mean, equal.straggler_share, equal.best_share) == (1.0, 0.0, 0.0)
-    giant = random_batches(np.array([1.0, 1e6]), np.array([999, 1]), ranks=64, batch=16)
+    giant = random_batches(np.array([1.0, 1e6]), np.array([999, 1]), world_size=64, batch=16)
     assert giant.best_share > 0.5
     assert giant.recoverable_share >= 0

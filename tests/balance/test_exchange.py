@@ -56,7 +56,7 @@ def contents(batch: Batch) -> dict[int, Any]:
 
 
 def moved(world: World, samples: list[int], longest: int, counts: str, seed: int) -> tuple[Any, ...]:
-    planner = Planner(COST, BalanceConfig(counts=counts), ranks=world.ranks)  # type: ignore[arg-type]
+    planner = Planner(COST, BalanceConfig(counts=counts), world_size=world.ranks)  # type: ignore[arg-type]
     before = made_up(world.rank, samples[world.rank], longest, seed)
     groups, placement = Exchange(joined(world).transport, planner).balanced(before.groups())
     after = before.with_groups(groups)
@@ -86,10 +86,10 @@ def test_every_sample_arrives_whole_and_once(
 def batches(world: World, path: str, mode: str, steps: int) -> list[list[int]]:
     """Samples of each step on this rank."""
     config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
-    loader: Any = Loader(config, seed=1, rank=world.rank, ranks=world.ranks)
+    loader: Any = Loader(config, seed=1, rank=world.rank, world_size=world.ranks)
     if mode == "on":
         loader = BalancedBatches(
-            loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), ranks=world.ranks))
+            loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
         )
     found, states = [], []
     for batch in loader:
@@ -118,9 +118,9 @@ def test_ranks_that_stop_early_leave_nobody_waiting(groups: dict[int, Ranks], lo
 def ended_early(world: World, path: str) -> list[int]:
     """Steps that are given when iteration goes on after it was broken off, and after a jump."""
     config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
-    loader = Loader(config, seed=1, rank=world.rank, ranks=world.ranks)
+    loader = Loader(config, seed=1, rank=world.rank, world_size=world.ranks)
     balanced = BalancedBatches(
-        loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), ranks=world.ranks))
+        loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
     )
     found = [batch.step for batch in itertools.islice(balanced, 3)]
     found.append(next(iter(balanced)).step)

@@ -186,7 +186,7 @@ def without_batches(world: World, empty: list[int]) -> str:
     data = Histories()
     loader = [] if world.rank in empty else [padded([data[0]]), padded([data[1]])]
     with pytest.raises(DataError) as caught:
-        list(balanced(loader, "padded", False, deadline=20.0))
+        list(balanced(loader, "padded", False, timeout=20.0))
     return str(caught.value)
 
 

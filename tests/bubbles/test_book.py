@@ -112,9 +112,9 @@ def test_a_run_in_the_same_folder_begins_where_it_is_resumed(
     intervals = records.read_intervals(tmp_path)
     assert [interval.step for interval in intervals] == [10, 20, 30, 40, 45, 50, 60, 65]
     assert [interval.steps for interval in intervals] == [9, 10, 10, 9, 5, 4, 10, 5]  # each start warms up once
-    assert [interval.ranks for interval in intervals] == [2, 2, 2, 2, 2, 1, 1, 1]
+    assert [interval.world_size for interval in intervals] == [2, 2, 2, 2, 2, 1, 1, 1]
     summary = summarize(intervals)
-    assert (summary.steps, summary.ranks, summary.world_sizes) == (62, 1, (2, 1))
+    assert (summary.steps, summary.world_size, summary.world_sizes) == (62, 1, (2, 1))
     first, last = summarize(intervals[:5]), summarize(intervals[5:])
     assert summary.step_ms == pytest.approx((first.step_ms * 43 + last.step_ms * 19) / 62)
 

@@ -38,8 +38,8 @@ HTA_FIRST_STEP = (52.04, 54.88)
 
 
 @pytest.fixture(autouse=True)
-def _said_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+def _log_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_logged", set())
 
 
 @pytest.fixture
@@ -114,14 +114,14 @@ def test_ends_that_differ_no_more_than_on_one_clock_move_none_and_are_the_bound(
     assert [step.begin for step in traces.steps[0]] == [0, 4 * US]
 
 
-def test_clocks_that_cannot_be_compared_are_said_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clocks_that_cannot_be_compared_are_said_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
         trace = Trace(rank)
         trace.mark("ProfilerStep#1", 0, 100)
         trace.device("gemm", 10, 50, COMPUTE_STREAM, 5)
         trace.write(tmp_path, base=500 * US * rank)
     assert [step.begin for step in read(tmp_path).steps[0]] == [0, 500 * US]
-    assert "rank 1 shares no collective" in capsys.readouterr().err
+    assert "rank 1 shares no collective" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_copies_between_devices_and_on_streams_of_traffic_are_communication(tmp_
     assert (ledger.in_flight, sum(ledger.hidden)) == (35 * US, 10 * US)
 
 
-def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank, begin in ((0, 10), (1, 60)):
         trace = Trace(rank)
         trace.mark("ProfilerStep#1", 0, 100)
@@ -175,7 +175,7 @@ def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, capsys: pytest.Capt
         {"other traffic": 70, "idle": 30},
         {"other traffic": 20, "idle": 80},
     ]
-    assert "collectives of others" not in capsys.readouterr().err
+    assert "collectives of others" not in caplog.text
 
 
 def test_who_is_late_is_known_even_where_its_collective_ran_in_the_next_step(tmp_path: Path) -> None:
@@ -257,17 +257,15 @@ def test_a_real_profile_of_two_ranks_adds_up_and_shows_who_was_slow(groups: dict
     assert min(fast["data"], slow["data"], fast["dense gradients"], slow["dense gradients"]) > 0
 
 
-def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace(0)
     trace.device("gemm", 10, 50, COMPUTE_STREAM, 5)
     step = alone(tmp_path, trace)
     assert (step.step, step.begin, step.end) == (0, 5 * US, 50 * US)
-    assert "taken as one step" in capsys.readouterr().err
+    assert "taken as one step" in caplog.text
 
 
-def test_steps_and_collectives_that_some_ranks_lack_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_and_collectives_that_some_ranks_lack_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
         trace = Trace(rank)
         for number in (1, 2, 3 + rank):
@@ -279,7 +277,7 @@ def test_steps_and_collectives_that_some_ranks_lack_are_said(
     steps = read(tmp_path).steps
     assert [[step.step for step in ranks] for ranks in steps] == [[1, 1], [2, 2]]
     assert [ledger.of("straggler") for ledger in ledgers(steps[1])] == [30 * US, 0]
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "left out: step 3, 4" in said
     assert "'allreduce 2 of group in step 1'" in said
 

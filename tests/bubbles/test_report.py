@@ -60,7 +60,9 @@ def written(folder: Path, ranks: int, count: int) -> Path:
 
 def noted(run: Path, steps: int, *, restarts: Sequence[int] = (), scale: float = 1.0) -> Path:
     """The metrics of a training of so many steps, restarted at some, in the file that a real one writes."""
-    starts = {step: {"kind": "start", "step": step, "ranks": 2, "reason": "a rank was lost"} for step in (0, *restarts)}
+    starts = {
+        step: {"kind": "start", "step": step, "world_size": 2, "reason": "a rank was lost"} for step in (0, *restarts)
+    }
     lines = []
     for step in range(0, steps + 1, 10):
         lines += [starts[step]] if step in starts else []
@@ -152,7 +154,10 @@ def test_a_resumed_run_is_reported_with_all_its_starts(tmp_path: Path, capsys: p
         ([{"kind": "train", "step": s, "loss": math.nan if s == 30 else s} for s in range(60)], "1 value of 60"),
         ([{"kind": "train", "step": 1, "loss": "low", "lr": [1], "grad_norm": 1e300}], "1 value of 1 not finite"),
         ([{"kind": "evaluate", "step": 1, "hr@10": 0.5}], "Evaluation: hr@10"),
-        ([{"kind": "start", "step": 0, "time": 1e29, "ranks": "two", "reason": None}], "No figures were noted yet"),
+        (
+            [{"kind": "start", "step": 0, "time": 1e29, "world_size": "two", "reason": None}],
+            "No figures were noted yet",
+        ),
         ([{"kind": "train", "step": s, "loss": 1e29 * s} for s in (0, 2**53 - 1)], "Loss"),
     ],
 )
@@ -264,7 +269,7 @@ def test_traces_of_any_trainer_are_reported_alike(tmp_path: Path, capsys: pytest
         trace.write(tmp_path)
     assert main(["report", "--from-kineto", str(tmp_path), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["ranks"] == 2
+    assert figures["world_size"] == 2
     assert figures["overlap_percent"] > 0
     assert (tmp_path / "bubbles" / "report.html").exists()
     assert main(["report", "--from-kineto", str(tmp_path)]) == 0  # what was written is not taken for a trace

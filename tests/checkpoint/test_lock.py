@@ -85,11 +85,11 @@ def killed(tmp_path: Path) -> Path:
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once_and_logged(
-    killed: Path, capsys: pytest.CaptureFixture[str]
+    killed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunLock(killed) as lock:
         lock.acquire()
-        assert f"took over the stale lock of {killed} from process" in capsys.readouterr().err
+        assert f"took over the stale lock of {killed} from process" in caplog.text
     assert list(killed.iterdir()) == []
 
 

@@ -95,7 +95,7 @@ def test_stats_are_the_figures_of_the_data(tmp_path: Path, capsys: pytest.Captur
     for share, value in found["length"]["quantiles"].items():
         assert value == np.quantile(lengths, float(share), method="inverted_cdf")
     assert found["popularity"]["0.1"] == pytest.approx(popular[:4].sum() / popular.sum())
-    assert [row["ranks"] for row in found["random_batches"]] == [2, 16]
+    assert [row["world_size"] for row in found["random_batches"]] == [2, 16]
     assert 0 < found["random_batches"][0]["straggler_share"] < found["random_batches"][1]["straggler_share"] < 1
 
 

@@ -26,7 +26,7 @@ def test_every_size_and_technique_has_a_line_a_bar_and_a_band(
     page = tmp_path / "page.html"
     assert main(asked(data, page, "--gpus", "4", "2", "--json")) == 0
     outcomes = json.loads(capsys.readouterr().out)["outcomes"]
-    assert [(one["ranks"], one["with"]) for one in outcomes[:6]] == [
+    assert [(one["world_size"], one["with"]) for one in outcomes[:6]] == [
         (2, "nothing"),
         (2, "balance"),
         (2, "priority"),

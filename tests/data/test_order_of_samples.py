@@ -24,7 +24,7 @@ def epoch_of(order: Order, ranks: int) -> list[list[tuple[int, int]]]:
     """Positions of the epoch and the sample at each, per rank."""
     found = []
     for rank in range(ranks):
-        shares = [order.share(window, rank=rank, ranks=ranks) for window in range(order.windows)]
+        shares = [order.share(window, rank=rank, world_size=ranks) for window in range(order.windows)]
         found.append(
             [pair for share in shares for pair in zip(share.position.tolist(), share.sample_id.tolist(), strict=True)]
         )
@@ -93,7 +93,7 @@ def test_ten_billion_samples_need_neither_memory_nor_time() -> None:
     order = Order(layout, "shuffle", 4096, 0, 3)
     cursor = Cursor(0, "shuffle", 262_144, 4096, layout.rows, epoch=3, step=20_000)
     windows = order.windows_in(*cursor.span(cursor.step))
-    shares = [order.share(window, rank=17, ranks=2048) for window in windows]
+    shares = [order.share(window, rank=17, world_size=2048) for window in windows]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
@@ -124,7 +124,7 @@ def test_log_order_gives_the_rows_of_the_files_one_after_another(dataset: Path) 
 
 def test_a_small_log_on_many_ranks_leaves_some_empty_and_all_in_step(tmp_path: Path) -> None:
     write_dataset(tmp_path / "few", histories([3, 2, 4]), rows_per_group=2)
-    batches = [list(loader(tmp_path / "few", rank=rank, ranks=8, global_batch=2)) for rank in range(8)]
+    batches = [list(loader(tmp_path / "few", rank=rank, world_size=8, global_batch=2)) for rank in range(8)]
     assert {len(b) for b in batches} == {2}
     assert sorted(sum((ids(b) for part in batches for b in part), [])) == [0, 1, 2]
     empty = batches[7][0]
@@ -154,7 +154,7 @@ def test_stopping_and_resuming_with_other_ranks_and_workers_loses_and_repeats_no
     for (ranks, workers), count in zip(worlds, [*stops, 2 * 21], strict=False):
         parts, states = [], []
         for rank in range(ranks):
-            one = loader(dataset, rank=rank, ranks=ranks, workers=workers, **config)
+            one = loader(dataset, rank=rank, world_size=ranks, workers=workers, **config)
             if state is not None:
                 one.load_state_dict(state)
             taken = []
@@ -187,15 +187,16 @@ def test_a_state_of_another_order_is_refused_by_name(dataset: Path) -> None:
         loader(dataset).load_state_dict({name: value for name, value in state.items() if name != "step"})
 
 
-def test_log_order_says_when_ranks_stay_empty(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loader(dataset, order="log", ranks=9, global_batch=20)
-    assert "about 3 row groups of 7, so most of 9 ranks hold nothing" in capsys.readouterr().err
-    loader(dataset, order="log", ranks=8, global_batch=160)
-    loader(dataset, order="shuffle", ranks=8, global_batch=16)
-    assert capsys.readouterr().err == ""
+def test_log_order_says_when_ranks_stay_empty(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader(dataset, order="log", world_size=9, global_batch=20)
+    assert "about 3 row groups of 7, so most of 9 ranks hold nothing" in caplog.text
+    caplog.clear()
+    loader(dataset, order="log", world_size=8, global_batch=160)
+    loader(dataset, order="shuffle", world_size=8, global_batch=16)
+    assert not caplog.text
 
 
 def test_more_ranks_than_shards_is_refused_with_the_remedy(dataset: Path) -> None:
     with pytest.raises(ConfigError, match="cannot feed 65 ranks") as caught:
-        loader(dataset, ranks=65)
+        loader(dataset, world_size=65)
     assert "set data.shards to 65" in str(caught.value)

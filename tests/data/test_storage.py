@@ -42,7 +42,7 @@ def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(
     CountingFileSystem.read = 0
     claimed = rows = 0
     for rank in range(ranks):
-        one = loader(f"counted://{tmp_path}/data", rank=rank, ranks=ranks, global_batch=512)
+        one = loader(f"counted://{tmp_path}/data", rank=rank, world_size=ranks, global_batch=512)
         rows += sum(len(batch) for batch in one)
         claimed += one.dataset.bytes_read
     assert rows == users

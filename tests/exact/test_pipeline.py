@@ -19,6 +19,7 @@ from freescale.config.schema import Way
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Handle
 from tests.ranks import Ranks, World
+from tests.support import ListHandler
 from tests.torchrec_model import batches, sharded
 from tests.training import Arrays, same
 
@@ -79,13 +80,13 @@ def until_a_loader_ends(world: World, counts: list[int], overlap: bool) -> tuple
     """Losses, the model and what was logged, where every rank has another number of batches."""
     model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params={"learning_rate": 0.1}))
     loader = list(batches(world, 1, counts[world.rank], 0.3))
-    log._said.clear()  # a rank logs the same text once
-    logged: list[str] = []
-    with log.heard_by(logged.append):
-        pipeline = fs.Pipeline(model, optimizer_of(model), loader, overlap=overlap, deadline=60.0)
+    log._logged.clear()  # a rank logs the same text once
+    handler = ListHandler()
+    with log.handled_by(handler):
+        pipeline = fs.Pipeline(model, optimizer_of(model), loader, overlap=overlap, timeout=60.0)
         losses = [float(loss) for loss, _ in pipeline]
         pipeline.close()
-    return losses, held(model), [text for text in logged if "not trained on" in text]
+    return losses, held(model), [text for text in handler.messages if "not trained on" in text]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -30,7 +30,7 @@ def _save(folder: Path, first: int) -> int:
     here = dist.HashStore()
     dist.init_process_group("gloo", store=here, rank=0, world_size=1, timeout=timedelta(seconds=30))
     assert dist.group.WORLD is not None
-    place = store.Store(folder, keep=2, transport=C10d(dist.group.WORLD, here, deadline=30))
+    place = store.Store(folder, keep=2, transport=C10d(dist.group.WORLD, here, timeout=30))
     told = 0
     for step in _STEPS[first - 1 :]:
         place.save(step, {"weight": Part.whole(torch.full((1000,), float(step)), everywhere=True)}, {})

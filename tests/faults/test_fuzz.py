@@ -57,7 +57,7 @@ ONCE_FOUND: dict[str, tuple[str, Files]] = {
     "a span of an unknown kind": ("run", sample(spans=[["sleeping", 1, 2]])),
     "a collective to which nobody came last": ("run", sample(last={})),
     "a moment that is no whole number": ("run", sample(end=1e300)),
-    "a run on no rank": ("run", {**valid_run(), "bubbles/machine.json": b'{"device": "cpu", "ranks": 0}'}),
+    "a run on no rank": ("run", {**valid_run(), "bubbles/machine.json": b'{"device": "cpu", "world_size": 0}'}),
 }
 
 

@@ -91,7 +91,7 @@ def test_a_command_that_is_interrupted_before_its_ranks_exist_ends_and_leaves_no
     os.kill(running.pid, kind)
     said = running.communicate(timeout=20)[1]
     assert running.returncode == 130, said
-    assert said == "interrupted\n"
+    assert said.splitlines()[-1] == "interrupted", said  # after a line of progress, if the machine is slow
     until = time.monotonic() + 3
     while of_session(running.pid):
         assert time.monotonic() < until, of_session(running.pid)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from freescale.launch.ranks import LocalRanks, prepare, wait_until_prepared
+from freescale.log import ConsoleHandler, handled_by
 
 AGENT = """
 import os, sys, time
@@ -103,16 +104,18 @@ def test_ranks_that_are_started_again_are_there_at_once() -> None:
 
 
 def test_what_every_rank_has_to_say_is_read_once(capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
-    assert codes(ranks) == [2, 2, 2]
-    ranks.end()
+    with handled_by(ConsoleHandler()):
+        ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
+        assert codes(ranks) == [2, 2, 2]
+        ranks.end()
     assert capfd.readouterr().err.count("error: ") == 1
 
 
 def test_a_fault_that_nobody_foresaw_is_told_whole_and_once(capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = LocalRanks(["selftest"], [{"RANK": "no number"}] * 2)
-    assert codes(ranks) == [1, 1]
-    ranks.end()
+    with handled_by(ConsoleHandler()):
+        ranks = LocalRanks(["selftest"], [{"RANK": "no number"}] * 2)
+        assert codes(ranks) == [1, 1]
+        ranks.end()
     said = capfd.readouterr().err
     assert said.count("Traceback") == said.count("ValueError: ") == 1
     assert "in progress" in said  # the first that reads it

@@ -61,7 +61,7 @@ def simulated(
 ) -> dict[str, float]:
     where, rng = where or hosts(), np.random.default_rng(0)
     ranks = len(loads[0].work)
-    operations = Operations(where, replace(MACHINE, **changes), model, ranks=ranks, sm_free=sm_free, rng=rng)
+    operations = Operations(where, replace(MACHINE, **changes), model, world_size=ranks, sm_free=sm_free, rng=rng)
     engine = Engine(schedule, operations, loads, balanced=balanced)
     found: Summary = summarize(engine.run())
     return {line.cause: line.ms for line in found.lines if line.ms > 1e-3} | {"step": found.step_ms}
@@ -186,7 +186,7 @@ def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
 def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 64)
     drawn = Drawn(lengths, np.repeat(np.arange(8), 8))
-    at_home, dealt = (plan(drawn, MODEL, ranks=8, rules=rules) for rules in (None, BalanceConfig()))
+    at_home, dealt = (plan(drawn, MODEL, world_size=8, rules=rules) for rules in (None, BalanceConfig()))
     assert dealt.work.sum() == at_home.work.sum() == lengths.sum()
     assert dealt.work.max() < 1.02 * dealt.work.mean() < at_home.work.max()
     assert dealt.moved.sum() > 0 == at_home.moved.sum()
@@ -209,10 +209,10 @@ def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes
     lengths = np.clip(np.random.default_rng(0).lognormal(8.93, 0.93, 4000), 1, 21_000).astype(np.int64)
     values, counts = np.unique(lengths, return_counts=True)
     rng, began = np.random.default_rng(0), time.process_time()
-    drawn = draw(values, counts, ranks=16_384, batch=128, steps=5, rng=rng)
-    loads = [plan(one, MODEL, ranks=16_384, rules=BalanceConfig()) for one in drawn]
+    drawn = draw(values, counts, world_size=16_384, batch=128, steps=5, rng=rng)
+    loads = [plan(one, MODEL, world_size=16_384, rules=BalanceConfig()) for one in drawn]
     where = cluster.load("h100")
-    operations = Operations(where, Machine.of(where, MODEL), MODEL, ranks=16_384, sm_free=True, rng=rng)
+    operations = Operations(where, Machine.of(where, MODEL), MODEL, world_size=16_384, sm_free=True, rng=rng)
     loads = prolonged(loads, 50, rng)
     assert len(Engine(overlapped(), operations, loads, balanced=True).run()) >= 45
     assert time.process_time() - began < 120.0

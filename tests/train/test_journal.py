@@ -71,7 +71,7 @@ def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tm
     groups[2].run(train, config, str(tmp_path))
     groups[1].run(train, replace(config, train=replace(config.train, max_steps=6)), str(tmp_path), True)
     starts = starts_of(entries(tmp_path))
-    assert [(start.step, start.ranks, start.reached, start.reason) for start in starts] == [
+    assert [(start.step, start.world_size, start.reached, start.reason) for start in starts] == [
         (0, 2, 4, "new run"),
         (4, 1, 6, "resumed"),
     ]
@@ -80,10 +80,10 @@ def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tm
 
 
 def test_a_rewind_keeps_starts_and_recoveries_and_says_how_far_the_dropped_steps_went(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, leads=True, steps=100, quiet=True)
+    journal = Journal(tmp_path, is_rank_zero=True, steps=100, quiet=True)
     for resumed in (0, 40, 40):  # lost twice, each time before the next checkpoint
         journal.rewind(resumed)
-        journal.start(resumed, ranks=2, reason="a rank was lost" if resumed else "new run")
+        journal.start(resumed, world_size=2, reason="a rank was lost" if resumed else "new run")
         journal.write({"kind": "recovery", "step": resumed + 1, "seconds": 1.0})
         for step in range(resumed + 5, 60, 5):
             journal.write({"kind": "train", "step": step, "loss": 1.0})
@@ -96,8 +96,8 @@ def test_a_rewind_keeps_starts_and_recoveries_and_says_how_far_the_dropped_steps
 
 def test_a_run_that_begins_anew_in_the_folder_of_a_lost_one_is_not_mixed_with_it(tmp_path: Path) -> None:
     for _ in range(2):
-        journal = Journal(tmp_path, leads=True, steps=100, quiet=True)
-        journal.start(0, ranks=1, reason="new run")
+        journal = Journal(tmp_path, is_rank_zero=True, steps=100, quiet=True)
+        journal.start(0, world_size=1, reason="new run")
         journal.write({"kind": "train", "step": 5, "loss": 1.0})
     assert [entry["step"] for entry in of_kind(tmp_path, "train")] == [5]
     assert len(starts_of(entries(tmp_path))) == 2

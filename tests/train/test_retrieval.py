@@ -38,7 +38,7 @@ def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[di
         parts.network, parts.tables, 40, torch.device("cpu"), exclude_seen=config.task.seen == "exclude", piece=piece
     )
     found = []
-    for batch in Loader(config.data, seed=1, rank=world.rank, ranks=world.ranks, part="test"):
+    for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         before, (best, _) = corpus.target_ranks(batch).before, corpus.top(batch, 7)
         items = next(rows for _, rows in corpus._pieces()) if piece >= 40 else None
         scores = corpus._queries(batch).detach() @ items.T if items is not None else None
@@ -110,7 +110,7 @@ def hits_twice(world: World, config: RunConfig, folder: str, items: int) -> tupl
     exclude = config.task.seen == "exclude"
     corpus = Corpus(parts.network, parts.tables, items, torch.device("cpu"), exclude_seen=exclude)
     returned = 0
-    for batch in Loader(config.data, seed=1, rank=world.rank, ranks=world.ranks, part="test"):
+    for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         assert batch.targets is not None
         best, scores = corpus.top(batch, 10)
         for i in range(len(batch)):

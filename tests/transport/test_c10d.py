@@ -1,4 +1,4 @@
-"""Promise: uneven exchanges arrive as they were sent, and a rank that is gone or stuck is named before the deadline."""
+"""Promise: uneven exchanges arrive as they were sent, and a rank that is gone or stuck is named before the timeout."""
 
 import os
 import signal
@@ -19,9 +19,9 @@ from freescale.transport.c10d import C10d
 from tests.ranks import RankError, Ranks, World
 
 
-def transport(world: World, deadline: float = 60.0) -> C10d:
+def transport(world: World, timeout: float = 60.0) -> C10d:
     assert dist.group.WORLD is not None
-    return C10d(dist.group.WORLD, world.store, deadline=deadline)
+    return C10d(dist.group.WORLD, world.store, timeout=timeout)
 
 
 def exchange(world: World, seed: int, dtype: torch.dtype, width: int) -> bool:
@@ -45,13 +45,13 @@ def gather_and_reduce(world: World) -> tuple[list[Any], list[Any]]:
     return gathered.tolist(), reduced.tolist()
 
 
-def wait_for_all(world: World, stuck: int, deadline: float) -> str:
+def wait_for_all(world: World, stuck: int, timeout: float) -> str:
     """Reduce together; one rank is stuck, and the others say what they were told."""
     if world.rank == stuck:
-        time.sleep(deadline + 4)
+        time.sleep(timeout + 4)
         return "slept"
     try:
-        transport(world, deadline).all_reduce(torch.ones(4), name=f"gradients of step {stuck}").wait()
+        transport(world, timeout).all_reduce(torch.ones(4), name=f"gradients of step {stuck}").wait()
     except TransportError as error:
         return str(error)
     return "arrived"

@@ -56,7 +56,7 @@ def exchanges(world: World, seeds: int) -> list[int]:
     """Gives the seeds whose rows are not those of gloo."""
     pieces.LARGE_PIECE_BYTES["cpu"] = 400
     assert dist.group.WORLD is not None
-    group = C10d(dist.group.WORLD, world.store, deadline=60.0)
+    group = C10d(dist.group.WORLD, world.store, timeout=60.0)
     staged = Pieces(group, copies=LateCopies())
     wrong = []
     for seed in range(seeds):

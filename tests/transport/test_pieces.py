@@ -19,7 +19,7 @@ from tests.ranks import Ranks, World
 def lanes(world: World) -> tuple[C10d, C10d]:
     """What is urgent, and another group for what is not."""
     assert dist.group.WORLD is not None
-    urgent = C10d(dist.group.WORLD, world.store, deadline=60.0)
+    urgent = C10d(dist.group.WORLD, world.store, timeout=60.0)
     return urgent, beside(urgent)
 
 

@@ -20,7 +20,7 @@ def way(world: World, name: str) -> Transport:
     """A transport over all ranks; made once."""
     if name not in _made:
         assert dist.group.WORLD is not None
-        group = C10d(dist.group.WORLD, world.store, deadline=DEADLINE)
+        group = C10d(dist.group.WORLD, world.store, timeout=DEADLINE)
         _made[name] = {
             "c10d": lambda: group,
             "host_staged": lambda: Pieces(group),
@@ -31,7 +31,7 @@ def way(world: World, name: str) -> Transport:
 
 
 def _memory(group: C10d, name: str, ranks: range) -> SharedMemory:
-    return SharedMemory(group.peers, ranks, name=name, deadline=group.deadline)
+    return SharedMemory(group.peers, ranks, name=name, timeout=group.timeout)
 
 
 def _same_half(world: World) -> range:

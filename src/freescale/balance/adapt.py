@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from freescale.balance.calibrate import Calibration, Products, fit
 from freescale.balance.cost import Cost, sizes
 from freescale.balance.place.placement import Floats, Ints
-from freescale.log import notice
+from freescale.log import info_once
 
 SUMS = 5
 """Steps, samples, tokens, pairs and nanoseconds."""
@@ -66,8 +66,8 @@ class Stopwatch:
 class Learner:
     """Learns from what all ranks measured, alike on each of them."""
 
-    def __init__(self, *, leads: bool) -> None:
-        self._leads = leads
+    def __init__(self, *, is_rank_zero: bool) -> None:
+        self._is_rank_zero = is_rank_zero
         """Whether this rank speaks for all."""
         self._products, self._rounds = Products(), 0
         self._recent: deque[Floats] = deque(maxlen=_RECENT)
@@ -114,7 +114,7 @@ class Learner:
     def _tell(self, speeds: Floats) -> None:
         before = np.ones_like(speeds) if self._told is None else self._told
         changed = np.abs(speeds - before) > _TELL
-        for rank in np.flatnonzero(changed).tolist() if self._leads else ():
+        for rank in np.flatnonzero(changed).tolist() if self._is_rank_zero else ():
             share = "its full share again" if speeds[rank] == 1 else f"{speeds[rank]:.2f} of the usual share"
-            notice(f"balance.adapt: after {self._rounds} steps rank {rank} is given {share}, which is how fast it is")
+            info_once(f"balance.adapt: after {self._rounds} steps rank {rank} gets {share}, as measured")
         self._told = np.where(changed, speeds, before)

@@ -16,7 +16,7 @@ _DRAWS = 4_000_000
 class Imbalance:
     """Ranks against each other, averaged over simulated steps."""
 
-    ranks: int
+    world_size: int
     batch: int
     """Samples per rank."""
     steps: int
@@ -34,25 +34,25 @@ class Imbalance:
         return self.straggler_share - self.best_share
 
 
-def random_batches(costs: Floats, counts: Ints, *, ranks: int, batch: int, seed: int = 0) -> Imbalance:
+def random_batches(costs: Floats, counts: Ints, *, world_size: int, batch: int, seed: int = 0) -> Imbalance:
     """Draw batches at random from samples given as distinct costs and how often each occurs."""
     share = np.cumsum(counts) / counts.sum()
-    steps = int(np.clip(_DRAWS // (ranks * batch), 20, 200))
+    steps = int(np.clip(_DRAWS // (world_size * batch), 20, 200))
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(steps):
-        load, largest = _draw(costs, share, ranks, batch, rng)
+        load, largest = _draw(costs, share, world_size, batch, rng)
         mean, worst = load.mean(), load.max()
         found.append((worst / mean, 1.0 - mean / worst, 1.0 - mean / max(mean, largest)))
-    return Imbalance(ranks, batch, steps, *np.mean(found, axis=0).tolist())
+    return Imbalance(world_size, batch, steps, *np.mean(found, axis=0).tolist())
 
 
-def _draw(costs: Floats, share: Floats, ranks: int, batch: int, rng: np.random.Generator) -> tuple[Floats, float]:
+def _draw(costs: Floats, share: Floats, world_size: int, batch: int, rng: np.random.Generator) -> tuple[Floats, float]:
     """Loads of all ranks in one step, and its largest sample; in slices, so that 16,384 ranks fit in memory."""
     rows = max(1, _DRAWS // batch)
     loads, largest = [], 0.0
-    for first in range(0, ranks, rows):
-        drawn = costs[places(share, (min(rows, ranks - first), batch), rng)]
+    for first in range(0, world_size, rows):
+        drawn = costs[places(share, (min(rows, world_size - first), batch), rng)]
         loads.append(drawn.sum(axis=1))
         largest = max(largest, float(drawn.max()))
     return np.concatenate(loads), largest

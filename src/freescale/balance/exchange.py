@@ -42,7 +42,7 @@ class Exchange:
 
     def __init__(self, transport: Transport, plan: Plan) -> None:
         self._transport, self.plan = transport, plan
-        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+        self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
         self._digest = 0
         """Of the plan before: told to the others with the next lengths."""
 
@@ -60,7 +60,7 @@ class Exchange:
         packed = Packing(groups)
         sizes = lengths @ packed.bytes_per_row
         to, origin = placement.rank[going], homes[coming]
-        counts = _per_rank(sizes[going], to, self._ranks), _per_rank(sizes[coming], origin, self._ranks)
+        counts = _per_rank(sizes[going], to, self._world_size), _per_rank(sizes[coming], origin, self._world_size)
         got = self._transport.all_to_all(packed.pack(going - first, to), *counts, name="samples").wait()
         return packed.joined(staying - first, got, lengths[coming], origin), placement
 
@@ -78,7 +78,7 @@ class Exchange:
         padded[: len(own)] = own
         every = self._transport.all_gather(padded, name="sample lengths").wait()
         lengths = torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)]).numpy()
-        return lengths, np.repeat(np.arange(self._ranks), counts)
+        return lengths, np.repeat(np.arange(self._world_size), counts)
 
 
 class Packing:

@@ -27,7 +27,7 @@ from freescale.config import BalanceConfig
 from freescale.data.ahead import run_ahead
 from freescale.data.batch import Events
 from freescale.errors import DataError, UsageError
-from freescale.log import notice
+from freescale.log import info_once
 from freescale.transport.world import apart, hosts_of
 
 _Length = Callable[[Any], Tensor]
@@ -59,13 +59,13 @@ class BalancedLoader:
         padded: Mapping[str, float] | None = None,
         equal_counts: bool = False,
         max_tokens: int = 0,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
     ) -> None:
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
-        rank, ranks = _place()
-        transport = apart(deadline=deadline) if callable(length) and ranks > 1 else None  # else nothing moves
+        rank, world_size = _place()
+        transport = apart(timeout=timeout) if callable(length) and world_size > 1 else None  # else nothing moves
         hosts = None if transport is None else hosts_of(transport)
-        plan = _Plan(Planner(cost, rules, ranks=ranks, hosts=hosts), terms, ranks)
+        plan = _Plan(Planner(cost, rules, world_size=world_size, hosts=hosts), terms, world_size)
         self._batches: _Exchanged | _Placed
         if callable(length):
             path = "samples are exchanged between ranks, behind compute"
@@ -74,10 +74,10 @@ class BalancedLoader:
         else:
             path = "every rank reads the samples that it is to compute, and nothing moves"
             lengths = np.asarray(length, dtype=np.int64)
-            self._batches = _Placed(loader, PlacedSamples(loader, lengths, plan, rank=rank, ranks=ranks))
+            self._batches = _Placed(loader, PlacedSamples(loader, lengths, plan, rank=rank, world_size=world_size))
         self.report = plan.report
         if rank == 0:
-            notice(f"balance: {path}" if ranks > 1 else "balance: there is one rank, and nothing to balance")
+            info_once(f"balance: {path}" if world_size > 1 else "balance: there is one rank, and nothing to balance")
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -132,14 +132,14 @@ class _Exchanged:
 class _Plan:
     """Plans for the exchange, and sees to it that the batches of all ranks have one form."""
 
-    def __init__(self, planner: Planner, terms: Callable[[Ints], Ints], ranks: int) -> None:
-        self._planner, self._terms, self.ranks = planner, terms, ranks
+    def __init__(self, planner: Planner, terms: Callable[[Ints], Ints], world_size: int) -> None:
+        self._planner, self._terms, self.world_size = planner, terms, world_size
         self.scale, self.form = 1.0, ""
         self.report = planner.report
 
     def scale_of(self, lengths: Ints) -> float:
         """The loss scale of a step with samples of these lengths."""
-        return self.ranks / max(1, int(self._terms(lengths).sum()))
+        return self.world_size / max(1, int(self._terms(lengths).sum()))
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
         """As every rank plans."""

@@ -13,21 +13,27 @@ from freescale.balance.place.assign import assign
 from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.config import BalanceConfig
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import warning_once
 
 
 class Planner:
     """Plans one step after another, alike on every rank; with `balance.adapt`, from what was measured before."""
 
     def __init__(
-        self, cost: Cost, rules: BalanceConfig, *, ranks: int, hosts: Ints | None = None, leads: bool = False
+        self,
+        cost: Cost,
+        rules: BalanceConfig,
+        *,
+        world_size: int,
+        hosts: Ints | None = None,
+        is_rank_zero: bool = False,
     ) -> None:
         self.basis = Basis(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
-        self._learner, self._leads = Learner(leads=leads), leads
-        self._rules, self._ranks = rules, ranks
+        self._learner, self._is_rank_zero = Learner(is_rank_zero=is_rank_zero), is_rank_zero
+        self._rules, self._world_size = rules, world_size
         limit, equal = rules.max_tokens or None, rules.counts == "equal"
-        self._given = {"ranks": ranks, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
+        self._given = {"world_size": world_size, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
         self._sums = np.zeros(4)
 
     def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
@@ -60,14 +66,14 @@ class Planner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; but a cost that was set, and not to be learnt, stays. Of other ranks speeds start anew."""
-        speeds = state["speeds"] if len(state["speeds"] or ()) == self._ranks else None
+        speeds = state["speeds"] if len(state["speeds"] or ()) == self._world_size else None
         fixed = self._rules.cost and not self._rules.adapt
         cost = self.basis.cost if fixed else Cost(*(state["cost"] or ()))
         self.basis = Basis(cost, None if speeds is None else np.array(speeds))
         slow = {rank: speed for rank, speed in enumerate(speeds or ()) if speed != 1}
-        if slow and not self._rules.adapt and self._leads:
+        if slow and not self._rules.adapt and self._is_rank_zero:
             measured = "ranks keep to the speeds that an earlier part of this run measured"
-            notice(f"{measured}, against the usual 1.00: {slow}")
+            warning_once(f"{measured}, against the usual 1.00: {slow}")
 
     @property
     def calibration(self) -> Calibration | None:

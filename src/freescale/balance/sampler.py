@@ -30,11 +30,11 @@ class Plan(Protocol):
 class PlacedSamples(torch_data.Sampler[list[int]]):
     """The samples of each step on one rank. All ranks' together are those that a DistributedSampler would give them."""
 
-    def __init__(self, loader: Any, lengths: Ints, plan: Plan, *, rank: int, ranks: int) -> None:
+    def __init__(self, loader: Any, lengths: Ints, plan: Plan, *, rank: int, world_size: int) -> None:
         self._sampler = _distributed(loader)
         its_rank, its_ranks = self._sampler.rank, self._sampler.num_replicas
-        if (its_rank, its_ranks) != (rank, ranks):
-            what = f"the sampler is that of rank {its_rank} of {its_ranks}, but this is rank {rank} of {ranks}"
+        if (its_rank, its_ranks) != (rank, world_size):
+            what = f"the sampler is that of rank {its_rank} of {its_ranks}, but this is rank {rank} of {world_size}"
             remedy = "balance over all ranks of the default process group, or exchange: let length be a function"
             raise UsageError(what, remedy=remedy)
         if len(lengths) != len(loader.dataset):
@@ -50,11 +50,11 @@ class PlacedSamples(torch_data.Sampler[list[int]]):
         return samples // self._batch if self._drop_last else -(-samples // self._batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        ranks, rank = self._sampler.num_replicas, self._sampler.rank
-        order, each = self._order(), ranks * self._batch
+        world_size, rank = self._sampler.num_replicas, self._sampler.rank
+        order, each = self._order(), world_size * self._batch
         for step in range(len(self)):
             samples = order[step * each : (step + 1) * each]
-            placement = self._plan({LENGTH: self._lengths[samples]}, np.arange(len(samples)) % ranks)
+            placement = self._plan({LENGTH: self._lengths[samples]}, np.arange(len(samples)) % world_size)
             self.scales.append(self._plan.scale)
             yield samples[placement.rank == rank].tolist()
 

@@ -46,14 +46,14 @@ class Compute:
 
 def calibrated(config: RunConfig, world: World) -> Compute:
     """Measure the model on the first rank, one step after another; all ranks are told."""
-    loader = Loader(config.data, seed=config.seed, rank=0, ranks=world.ranks)
-    batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.leads else []
+    loader = Loader(config.data, seed=config.seed, rank=0, world_size=world.world_size)
+    batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.is_rank_zero else []
     model, took = model_of(config, items=loader.known.rows), []
     for _ in range(_REPEATS):
         took.append(alone(config, world, model, batches))
         world.transport.total(0, name="calibration")  # so that others, who wait, know that it goes on
     constants = torch.zeros(5, dtype=torch.float64)
-    if world.leads:
+    if world.is_rank_zero:
         products = Products()
         for batch, seconds in zip(batches, np.min(took, axis=0), strict=True):
             tokens, pairs = sizes(batch.history.lengths.numpy())
@@ -71,7 +71,7 @@ def limit(config: RunConfig, world: World, model: Model, batches: Iterable[Batch
     """Milliseconds of a step that only computes, mean of all ranks: the same however samples are dealt over them."""
     took = alone(config, world, model, batches)[1:]
     own = torch.tensor(1e3 * statistics.mean(took), dtype=torch.float64)
-    return float(world.transport.all_reduce(own, name="limit").wait()) / world.ranks
+    return float(world.transport.all_reduce(own, name="limit").wait()) / world.world_size
 
 
 def alone(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> list[float]:

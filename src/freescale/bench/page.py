@@ -47,7 +47,7 @@ def headline(found: Found) -> str:
     low, high = found.floor()
     compute = "a wait of its calibrated length" if found.timed else "real"
     return (
-        f"{found.ranks} ranks, {found.samples} samples a step, compute is {compute}. With everything a step takes "
+        f"{found.world_size} ranks, {found.samples} samples a step, compute is {compute}. With everything a step takes "
         f"{best['step_over_compute']:.3f} of compute alone, and its bubble is "
         f"{_smaller(best['fewer_bubbles_than_torchrec'])} than that of TorchRec's plain loop, "
         f"{_smaller(best['fewer_bubbles_than_sparse_dist'])} than that of SparseDist. "

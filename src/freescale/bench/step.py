@@ -60,7 +60,7 @@ class Turn(NamedTuple):
 class Found(NamedTuple):
     """What was measured; known on the first rank."""
 
-    ranks: int
+    world_size: int
     samples: int
     """Of a step, on all ranks."""
     timed: bool
@@ -146,15 +146,15 @@ def measure(
             real = model_of(turned, items=items)
             return compute.lane(real) if timed else real
 
-        loader = Loader(turned.data, seed=turned.seed, rank=world.rank, ranks=world.ranks)
+        loader = Loader(turned.data, seed=turned.seed, rank=world.rank, world_size=world.world_size)
         limit_ms = limit(turned, world, model(), itertools.islice(loader, config.train.max_steps))
         for way in WAYS:
             place = folder / f"{turn}-{way.replace(' ', '-')}"
             trained(way, turned, world, place, model())
-            if world.leads:
+            if world.is_rank_zero:
                 found.append(Turn(way, summarize(read_intervals(place)), limit_ms))
                 say(f"turn {turn + 1} of {turns}, {way}: {_step(found[-1]):.1f} ms, compute alone {limit_ms:.1f} ms")
-    return Found(world.ranks, config.data.global_batch, timed, compute, found)
+    return Found(world.world_size, config.data.global_batch, timed, compute, found)
 
 
 def trained(way: str, config: RunConfig, world: World, folder: Path, model: Model) -> list[float]:
@@ -165,9 +165,9 @@ def trained(way: str, config: RunConfig, world: World, folder: Path, model: Mode
     trainer = build(with_techniques(config, OURS[way]), world, folder, model=model, quiet=True)
     trainer.fit()
     trainer.close()
-    if world.leads:
+    if world.is_rank_zero:
         shutil.rmtree(folder / "checkpoints")  # of a model that nobody asked for
-    return [entry["loss"] for entry in entries(folder) if entry["kind"] == "train"] if world.leads else []
+    return [entry["loss"] for entry in entries(folder) if entry["kind"] == "train"] if world.is_rank_zero else []
 
 
 def with_techniques(config: RunConfig, used: Techniques) -> RunConfig:
@@ -209,7 +209,7 @@ def compared(
             place = folder / f"{precision}-{way.replace(' ', '-')}"
             losses[precision, way] = trained(way, of_precision, world, place, model_of(config, items=items))
             say(f"{way} in {precision}")
-    return _differences(losses) if world.leads else []
+    return _differences(losses) if world.is_rank_zero else []
 
 
 def _differences(losses: Mapping[tuple[str, str], Sequence[float]]) -> list[Exact]:

@@ -94,7 +94,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
     steps = config.train.max_steps
     counts = _counts(config, world, model)
     parallel = _sharded(config, world, model)
-    bubbles = Bubbles(folder, steps=steps, every=steps, device=world.device, deadline=config.train.deadline)
+    bubbles = Bubbles(folder, steps=steps, every=steps, device=world.device, timeout=config.train.timeout)
     dense: Any = parallel._dmp_wrapped_module
     dense.register_comm_hook(None, watched_hook(allreduce_hook, bubbles.recorder))
     optimizer = optimizer_of(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
@@ -107,7 +107,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
             bubbles.end_step()
             losses.append(loss)
     bubbles.close()
-    own = torch.stack(losses).double() / world.ranks
+    own = torch.stack(losses).double() / world.world_size
     return world.transport.all_reduce(own, name="losses").wait().tolist()
 
 
@@ -145,7 +145,7 @@ def _pipelined(
 
 def _batches(config: RunConfig, world: World) -> Iterator[Any]:
     """Of this rank; epoch after epoch, as the trainer has them."""
-    loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks)
+    loader = Loader(config.data, seed=config.seed, rank=world.rank, world_size=world.world_size)
     return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), config.train.max_steps)
 
 
@@ -162,7 +162,7 @@ def _prepared(config: RunConfig, world: World, model: Model, counts: Sequence[in
         lengths = torch.tensor([len(of_table) for of_table in ids.values()], device=world.device)
         features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths)
         places = {name: _first_places(inputs.ids[name], rows) for name, (rows, _) in model.tables.items()}
-        yield Prepared(inputs, features, places, world.ranks / max(1, count))
+        yield Prepared(inputs, features, places, world.world_size / max(1, count))
 
 
 def _first_places(ids: Tensor, rows: int) -> Tensor:

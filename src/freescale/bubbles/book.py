@@ -40,10 +40,10 @@ class Bubbles:
     """
 
     def __init__(
-        self, folder: Path, *, steps: int, every: int = 10, device: torch.device | None = None, deadline: float = 600.0
+        self, folder: Path, *, steps: int, every: int = 10, device: torch.device | None = None, timeout: float = 600.0
     ) -> None:
         # A group of its own: its traffic must never come between training's collectives.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(group, dist.ProcessGroup)
         self._ring = Ring(folder, group.rank())
         self.recorder = Recorder(group.rank(), clock_of(device), self._ring)
@@ -51,14 +51,14 @@ class Bubbles:
         """How many were done; a resumed run sets it."""
         self.watcher: Callable[[int, int], None] | None = None
         """Is told how many nanoseconds this rank computed in a step, when the next one ends."""
-        self._leads = group.rank() == 0
+        self._is_rank_zero = group.rank() == 0
         self._every = max(every, -(-steps // records.LINES))
         self._ask_every = min(_ASK_EVERY, self._every)
         self._sample_every = max(1, -(-steps // records.SAMPLED_STEPS))
         self._samples_here = group.rank() % -(-group.size() // records.SAMPLED_RANKS) == 0
         self._arrivals, self._sums, self._alignment = Arrivals(group), Sums(group), Alignment(group)
         self._writer = records.Writer(folder)
-        if self._leads:
+        if self._is_rank_zero:
             self._writer.machine(records.Machine(device_name(device), group.size()))
         self._unread: Marks | None = None
         self._read: list[RankStep] = []
@@ -81,7 +81,7 @@ class Bubbles:
 
     def end_step(self, work: float = 0.0) -> None:
         """The step ends here. `work`: what a cost model thinks of this rank's part of it."""
-        if self._leads and not self._intervals and self._unread is None:
+        if self._is_rank_zero and not self._intervals and self._unread is None:
             self._writer.forget_after(self.step)
         self.step += 1
         marks = self.recorder.cut(self.step, work)
@@ -146,7 +146,7 @@ class Bubbles:
 
     def _write_interval(self) -> None:
         interval = self._sums.received(clock_bound=self._clock_bound)
-        if interval is not None and self._leads:
+        if interval is not None and self._is_rank_zero:
             self._writer.interval(interval)
 
     def _align(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from freescale.bubbles import records
 from freescale.bubbles.events import RankStep
 from freescale.bubbles.ledger import Ledger
-from freescale.log import notice
+from freescale.log import warning_once
 
 SLOTS = 1024
 """Collectives that can be asked about at once."""
@@ -35,7 +35,7 @@ class Arrivals:
         new = (t for step in steps for t in step.transfers if not t.alone and t.name not in self._last)
         mine = {t.name: t.arrived for t in new}
         if len(mine) > SLOTS - 2:
-            notice(f"{len(mine)} collectives in {len(steps)} steps: who came last is known of {SLOTS - 2}")
+            warning_once(f"{len(mine)} collectives in {len(steps)} steps: who came last is known of {SLOTS - 2}")
         names = list(mine)[: SLOTS - 2]
         # The largest of a digest and of its negative are opposites only where all ranks speak of the same collectives.
         digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
@@ -55,7 +55,7 @@ class Arrivals:
         came = dict(zip(names, latest, strict=False))
         if largest != -least:
             came = {}
-            notice("ranks came to different collectives in one step: nobody can say there who waited for whom")
+            warning_once("ranks came to different collectives in one step: nobody can say there who waited for whom")
         known = self._last | came
         for step in steps:
             self._last = {t.name: known.get(t.name, t.arrived) for t in step.transfers}
@@ -66,7 +66,7 @@ class Sums:
     """Ledgers added up over steps, then over ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._ranks = group, group.rank(), group.size()
+        self._group, self._rank, self._world_size = group, group.rank(), group.size()
         self._sent: tuple[Tensor, dist.Work, int, int] | None = None
         self._begin()
 
@@ -80,7 +80,7 @@ class Sums:
 
     def send(self, step: int) -> None:
         """Add up over the ranks what was counted up to a step; counting begins anew."""
-        table = torch.from_numpy(records.placed(self._own, self._rank, self._ranks))
+        table = torch.from_numpy(records.placed(self._own, self._rank, self._world_size))
         work = dist.all_reduce(table, group=self._group, async_op=True)
         assert work is not None
         self._sent = table, work, step, self.steps
@@ -92,4 +92,6 @@ class Sums:
             return None
         (table, work, step, steps), self._sent = self._sent, None
         work.wait()
-        return records.interval(table.numpy(), step=step, steps=steps, ranks=self._ranks, clock_bound=clock_bound)
+        return records.interval(
+            table.numpy(), step=step, steps=steps, world_size=self._world_size, clock_bound=clock_bound
+        )

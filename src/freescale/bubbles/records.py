@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.ledger import Ledger, account, last_arrivals, ledgers
 from freescale.errors import DataError, reason
-from freescale.log import notice
+from freescale.log import warning_once
 
 FOLDER = "bubbles"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
@@ -37,7 +37,7 @@ class Interval(NamedTuple):
     step: int
     """The last one."""
     steps: int
-    ranks: int
+    world_size: int
     clock_bound_us: float
     """How far the clocks of two ranks may be apart."""
     ms: Table
@@ -55,15 +55,15 @@ class Sample(NamedTuple):
     last: dict[str, int]
 
 
-def group_of(rank: int, ranks: int) -> int:
+def group_of(rank: int, world_size: int) -> int:
     """Which line of a table a rank adds to."""
-    return rank * min(ranks, GROUPS) // ranks
+    return rank * min(world_size, GROUPS) // world_size
 
 
-def group_name(group: int, ranks: int) -> str:
+def group_name(group: int, world_size: int) -> str:
     """Which ranks that line speaks of."""
-    groups = min(ranks, GROUPS)
-    first, last = -(-group * ranks // groups), -(-(group + 1) * ranks // groups) - 1
+    groups = min(world_size, GROUPS)
+    first, last = -(-group * world_size // groups), -(-(group + 1) * world_size // groups) - 1
     return f"{first}" if first == last else f"{first}-{last}"
 
 
@@ -72,19 +72,19 @@ def row(ledger: Ledger) -> Table:
     return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, ledger.overlapped, 0], dtype=np.float64)
 
 
-def placed(row: Table, rank: int, ranks: int) -> Table:
+def placed(row: Table, rank: int, world_size: int) -> Table:
     """What a rank adds to the table of all groups."""
-    table = np.zeros((min(ranks, GROUPS), len(COLUMNS)))
-    table[group_of(rank, ranks)] = row
+    table = np.zeros((min(world_size, GROUPS), len(COLUMNS)))
+    table[group_of(rank, world_size)] = row
     return table
 
 
-def interval(total: Table, *, step: int, steps: int, ranks: int, clock_bound: int) -> Interval:
+def interval(total: Table, *, step: int, steps: int, world_size: int, clock_bound: int) -> Interval:
     """From nanoseconds added up over steps and ranks to milliseconds per step."""
-    members = np.bincount([group_of(rank, ranks) for rank in range(ranks)]).astype(float)
+    members = np.bincount([group_of(rank, world_size) for rank in range(world_size)]).astype(float)
     ms = total / (1e6 * steps * members[:, None])
     ms[:, -1] = members
-    return Interval(step, steps, ranks, clock_bound / 1e3, ms)
+    return Interval(step, steps, world_size, clock_bound / 1e3, ms)
 
 
 class Writer:
@@ -119,7 +119,7 @@ class Writer:
             with (self._folder / name).open("a", encoding="utf-8") as file:
                 file.writelines(_line(facts) + "\n" for facts in lines)
         except OSError as error:  # a training is worth more than what is known of it
-            notice(f"{self._folder / name} lacks something: {reason(error)}")
+            warning_once(f"{self._folder / name} lacks something: {reason(error)}")
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
@@ -151,7 +151,7 @@ class Machine(NamedTuple):
 
     device: str
     """As its maker calls it, or cpu."""
-    ranks: int
+    world_size: int
 
 
 class Recorded(NamedTuple):
@@ -170,9 +170,11 @@ def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
     """Whole steps of all ranks, as a run would have kept them."""
     intervals, samples = [], {}
     for of_ranks in steps:
-        ranks, number, last = len(of_ranks), of_ranks[0].step, last_arrivals(of_ranks)
-        shares = [placed(row(ledger), place, ranks) for place, ledger in enumerate(ledgers(of_ranks))]
-        intervals.append(interval(np.sum(shares, axis=0), step=number, steps=1, ranks=ranks, clock_bound=clock_bound))
+        world_size, number, last = len(of_ranks), of_ranks[0].step, last_arrivals(of_ranks)
+        shares = [placed(row(ledger), place, world_size) for place, ledger in enumerate(ledgers(of_ranks))]
+        intervals.append(
+            interval(np.sum(shares, axis=0), step=number, steps=1, world_size=world_size, clock_bound=clock_bound)
+        )
         samples[number] = [Sample(step, {t.name: last[t.name] for t in step.transfers}) for step in of_ranks]
     return Recorded(intervals, samples)
 
@@ -216,15 +218,15 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
 
 def _machine(facts: dict[str, Any]) -> Machine:
     found = Machine(**facts)
-    _check(isinstance(found.device, str) and found.ranks >= 1, found.ranks)
+    _check(isinstance(found.device, str) and found.world_size >= 1, found.world_size)
     return found
 
 
 def _interval(facts: dict[str, Any]) -> Interval:
     table = np.array([facts["ms"][name] for name in COLUMNS], dtype=np.float64).T
     found = Interval(**facts | {"ms": table})
-    _check(table.shape == (min(found.ranks, GROUPS), len(COLUMNS)), found.step, found.steps, found.ranks)
-    _check(min(found.steps, found.ranks, *table[:, -1]) >= 1 and 0 <= found.clock_bound_us < _REAL)
+    _check(table.shape == (min(found.world_size, GROUPS), len(COLUMNS)), found.step, found.steps, found.world_size)
+    _check(min(found.steps, found.world_size, *table[:, -1]) >= 1 and 0 <= found.clock_bound_us < _REAL)
     _check(bool(((table >= 0) & (table < _REAL)).all()))
     return found
 

@@ -49,7 +49,7 @@ def advice(lines: Iterable[Line]) -> list[list[str]]:
 
 def headline(summary: Summary) -> str:
     """A run in a sentence."""
-    ranks = " then ".join(f"{size:,}" for size in summary.world_sizes or (summary.ranks,))
+    ranks = " then ".join(f"{size:,}" for size in summary.world_sizes or (summary.world_size,))
     return (
         f"{ranks} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
         f"{summary.bubble_percent:.1f}% without compute, {summary.straggler_percent:.1f}% waiting for slower ranks, "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from freescale.errors import DataError, reason
-from freescale.log import notice
+from freescale.log import warning_once
 
 FOLDER = "flight"
 _RECORD = struct.Struct("<qqi4s40s")
@@ -49,7 +49,7 @@ class Ring:
                 os.posix_fallocate(file.fileno(), 0, _SLOTS * _RECORD.size)  # or a full disk would kill who writes
                 self._memory = mmap.mmap(file.fileno(), 0)
         except OSError as error:
-            notice(f"no flight record is kept: {reason(error)}")
+            warning_once(f"no flight record is kept: {reason(error)}")
             self._memory = mmap.mmap(-1, _SLOTS * _RECORD.size)
         self._numbers = itertools.count(1)
 

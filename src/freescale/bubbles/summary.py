@@ -48,7 +48,7 @@ class Line(NamedTuple):
 class Summary(NamedTuple):
     """A run, with all its starts."""
 
-    ranks: int
+    world_size: int
     """Of the last interval."""
     steps: int
     step_ms: float
@@ -71,12 +71,12 @@ def averaged(intervals: Sequence[Interval]) -> dict[str, Row]:
     """Milliseconds per step of each rank, or group of ranks, over the steps that it took part in, by COLUMNS."""
     sums: dict[str, Row] = {}
     counts: Counter[str] = Counter()
-    for ranks in sorted({interval.ranks for interval in intervals}):
-        alike = [interval for interval in intervals if interval.ranks == ranks]
+    for world_size in sorted({interval.world_size for interval in intervals}):
+        alike = [interval for interval in intervals if interval.world_size == world_size]
         steps = [interval.steps for interval in alike]
         table = np.tensordot(steps, np.array([interval.ms for interval in alike]), axes=1)
         for group, row in enumerate(table):
-            name = group_name(group, ranks)
+            name = group_name(group, world_size)
             sums[name] = sums.get(name, 0.0) + row
             counts[name] += sum(steps)
     return {name: sums[name] / counts[name] for name in sorted(sums, key=_first_rank)}
@@ -102,8 +102,8 @@ def summarize(intervals: Sequence[Interval]) -> Summary:
     straggler = 100.0 * mean["straggler"] / max(step, 1e-12)
     overlap = 100.0 * mean["overlapped"] / max(mean["in flight"], 1e-12)
     steps, bound = sum(i.steps for i in intervals), max(i.clock_bound_us for i in intervals)
-    sizes = tuple(ranks for ranks, _ in itertools.groupby(interval.ranks for interval in intervals))
-    return Summary(intervals[-1].ranks, steps, step, straggler, overlap, bound, lines, sizes)
+    sizes = tuple(world_size for world_size, _ in itertools.groupby(interval.world_size for interval in intervals))
+    return Summary(intervals[-1].world_size, steps, step, straggler, overlap, bound, lines, sizes)
 
 
 def _first_rank(name: str) -> tuple[int, int]:

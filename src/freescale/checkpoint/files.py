@@ -111,10 +111,10 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> None:
     write_json(_file(folder, rank, "json"), [asdict(piece) for piece in pieces])
 
 
-def read(folder: Path, ranks: int, parts: Mapping[str, Part]) -> None:
+def read(folder: Path, world_size: int, parts: Mapping[str, Part]) -> None:
     """Fill the parts from what so many ranks wrote; every row must be there once."""
     missing = {name: len(_as_rows(part.local)) for name, part in parts.items()}
-    for rank in range(ranks):
+    for rank in range(world_size):
         wanted = [(one, parts[one.name]) for one in _index(folder, rank) if one.name in parts]
         overlapping = [(one, part) for one, part in wanted if _overlap(one, part)]
         if not overlapping:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from freescale.errors import UsageError, writing
-from freescale.log import failure, notice
+from freescale.log import logger, warning_once
 
 NAME = "run.lock"
 BEAT_SECONDS = 10.0
@@ -120,7 +120,7 @@ class RunLock:
         try:
             if self._stale() == holder:
                 self._path.unlink()
-                notice(f"took over the stale lock of {self._folder} from process {holder.pid} on {holder.host}")
+                warning_once(f"took over the stale lock of {self._folder} from process {holder.pid} on {holder.host}")
         finally:
             marker.unlink()
 
@@ -144,7 +144,9 @@ class RunLock:
             with contextlib.suppress(OSError):  # a file system that does not answer now may answer the next beat
                 found = None if _created(self._path, self._mine) else _read(self._path)
                 if found is not None and found != self._mine:
-                    failure(self._refusal(f"process {found.pid} on {found.host} took over its lock", self._path))
+                    logger.error(
+                        "%s", self._refusal(f"process {found.pid} on {found.host} took over its lock", self._path)
+                    )
                     os._exit(UsageError.exit_code)
                 os.utime(self._path)
 

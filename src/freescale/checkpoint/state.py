@@ -10,10 +10,10 @@ from freescale.checkpoint.files import Part
 from freescale.embedding.sharded import ShardedTables
 
 
-def of_model(network: nn.Module, tables: ShardedTables | None, *, rank: int, ranks: int) -> dict[str, Part]:
+def of_model(network: nn.Module, tables: ShardedTables | None, *, rank: int, world_size: int) -> dict[str, Part]:
     """The dense part, of which every rank holds everything, and the own rows of sharded tables with their optimizer."""
     dense = {f"model.{n}": Part.whole(tensor, everywhere=True) for n, tensor in network.state_dict().items()}
-    return dense if tables is None else dense | _of_tables(tables, rank, ranks)
+    return dense if tables is None else dense | _of_tables(tables, rank, world_size)
 
 
 def of_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
@@ -31,8 +31,8 @@ def of_generator(rank: int) -> dict[str, Part]:
     return {f"generator.{rank}": Part.whole(torch.get_rng_state(), everywhere=False)}
 
 
-def _of_tables(tables: ShardedTables, rank: int, ranks: int) -> dict[str, Part]:
-    place = {table.name: (table.owned(rank, ranks).start, table.rows) for table in tables.tables}
+def _of_tables(tables: ShardedTables, rank: int, world_size: int) -> dict[str, Part]:
+    place = {table.name: (table.owned(rank, world_size).start, table.rows) for table in tables.tables}
     return {f"tables.{n}": Part(local, *place[n.split(".")[0]]) for n, local in tables.shard.state().items()}
 
 

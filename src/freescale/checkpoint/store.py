@@ -66,7 +66,7 @@ class Store:
     def __init__(self, folder: Path, *, keep: int, transport: C10d) -> None:
         """`transport` must be used for nothing else: saving goes on while training uses the others."""
         self.folder, self._keep, self._transport = folder, keep, transport
-        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+        self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="freescale-save")
         self._saving: Future[None] | None = None
         if self._rank == 0:  # before any rank knows the mark, and could have begun to write
@@ -82,9 +82,9 @@ class Store:
         """
         assert self._saving is None
         everywhere = [name for name, part in parts.items() if part.everywhere]
-        others = set(everywhere) - set(everywhere[self._rank :: self._ranks])
+        others = set(everywhere) - set(everywhere[self._rank :: self._world_size])
         own = {name: part.copied() for name, part in parts.items() if name not in others}
-        whole = {"format": _FORMAT, "step": step, "ranks": self._ranks, **facts}
+        whole = {"format": _FORMAT, "step": step, "ranks": self._world_size, **facts}
         self._saving = self._thread.submit(self._write, named(self.folder, step), own, whole)
 
     def wait(self) -> None:

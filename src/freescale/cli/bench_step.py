@@ -42,7 +42,7 @@ def _measure(options: argparse.Namespace, config: RunConfig) -> int:
         from freescale.bench import page, step
         from freescale.transport.world import join, leave
 
-        world = join(deadline=config.train.deadline)
+        world = join(timeout=config.train.timeout)
     folder = options.out.with_suffix("")
     trainings = options.turns * len(step.WAYS) + sum(map(len, step.COMPARED.values()))
     with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
@@ -54,12 +54,12 @@ def _measure(options: argparse.Namespace, config: RunConfig) -> int:
 
         found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
         exact = step.compared(config, world, folder, steps=options.exact_steps, say=lambda _: bar.advance())
-    if world.leads:
+    if world.is_rank_zero:
         write_page(options.out, page.document(found, exact))
         if options.json:
             print_json({"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]})
         else:
-            print_table(f"{world.ranks} ranks", page.HEADER, page.rows(found.figures()))
+            print_table(f"{world.world_size} ranks", page.HEADER, page.rows(found.figures()))
             print_table("what is learnt", page.EXACT_HEADER, page.exact_rows(exact), words=(0, 1, 2))
             say(page.headline(found), f"page: {options.out}")
     leave()

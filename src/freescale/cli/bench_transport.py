@@ -49,18 +49,18 @@ def run(argv: Sequence[str], prog: str) -> int:
         from freescale.transport.probe import probe
         from freescale.transport.world import join, leave
 
-        world = join(deadline=_DEADLINE)
+        world = join(timeout=_DEADLINE)
     ways = Ways(world)
     opened = {name: ways.make(name) for name in ways.possible}
     found = probe(opened, world.transport, world.device, sizes=[kib << 10 for kib in options.kib], rounds=5)
     by_size = [[one for one in found if one.sent_bytes == kib << 10] for kib in options.kib]
     picks = [explain(lane, pick(of, lane), of) for of in by_size for lane in ("urgent", "deferred")]
-    if world.leads:
+    if world.is_rank_zero:
         write_page(options.out, _page(found, picks, ways.impossible))
         if options.json:
             print_json({"measured": [asdict(one) for one in found], "impossible": ways.impossible, "picks": picks})
         else:
-            print_table(f"{world.ranks} ranks", _HEADER, _rows(found))
+            print_table(f"{world.world_size} ranks", _HEADER, _rows(found))
             impossible = [f"not possible: {way}, {why}" for way, why in ways.impossible.items()]
             say(*picks, *impossible, f"page: {options.out}")
     leave()

@@ -15,7 +15,7 @@ from freescale.data.sources.files import CsvStyle
 from freescale.data.sources.times import Unit
 from freescale.data.store.quarantine import Quarantine
 from freescale.errors import UsageError, writing
-from freescale.log import notice
+from freescale.log import warning_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ def run(argv: Sequence[str], prog: str) -> int:
     else:
         done = _import(options, sources, target, quarantine)
     if quarantine.rows:
-        notice(quarantine.summary())
+        warning_once(quarantine.summary())
     if done.unknown_events:
-        notice(f"{done.unknown_events:,} events have items that the vocabulary lacks; they will share a few table rows")
+        warning_once(f"{done.unknown_events:,} events have items outside the vocabulary; they share a few table rows")
     if options.json:
         print_json({**asdict(done), "set_aside": dict(quarantine.counts)})
     else:

@@ -29,7 +29,7 @@ from freescale.data.stats import QUANTILES, Profile, profile
 from freescale.data.store.dataset import Dataset
 from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.progress import track
 
 _TOP = (0.001, 0.01, 0.1)
@@ -76,7 +76,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
     costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
     sizes = track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float)
-    bubbles = [random_batches(costs, found.lengths.counts, ranks=n, batch=options.batch) for n in sizes]
+    bubbles = [random_batches(costs, found.lengths.counts, world_size=n, batch=options.batch) for n in sizes]
     unchecked = dataset.unchecked_files()
     _say_what_was_seen(dataset, unchecked)
     if options.page:
@@ -91,10 +91,10 @@ def run(argv: Sequence[str], prog: str) -> int:
 
 def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:
     if dataset.quarantine.rows:
-        notice(dataset.quarantine.summary())
+        warning_once(dataset.quarantine.summary())
     if unchecked:
         which = f"{len(unchecked)} files without page checksums ({unchecked[0]} first)"
-        notice(f"{which}: flipped bits cannot be seen there")
+        warning_once(f"{which}: flipped bits cannot be seen there")
 
 
 def _figures(options: Options, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _popularity_rows(found: Profile) -> list[list[str]]:
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
     shares = [[f"{b.straggler_share:.1%}", f"{b.best_share:.1%}", f"{b.recoverable_share:.1%}"] for b in bubbles]
-    return [[f"{b.ranks:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
+    return [[f"{b.world_size:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
 
 
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
@@ -180,7 +180,7 @@ def _page(options: Options, found: Profile, bubbles: list[Imbalance]) -> str:
 
 
 def _bubble_chart(bubbles: list[Imbalance]) -> str:
-    ranks = [float(b.ranks) for b in bubbles]
+    ranks = [float(b.world_size) for b in bubbles]
     drawn = page.Series("random batches", ranks, [b.straggler_share for b in bubbles])
     best = page.Series("placed at best", ranks, [b.best_share for b in bubbles])
     axes = page.Axis("ranks", log=len(ranks) > 1), page.Axis("time spent waiting", percent=True)

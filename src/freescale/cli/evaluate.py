@@ -35,9 +35,9 @@ def run(argv: Sequence[str], prog: str) -> int:
             remedy = "train with --data.split last or time, or with --data.test-path"
             raise UsageError("nothing is held out in this run", remedy=remedy)
         metrics = evaluation()
-        if saved.world.leads and options.json:
+        if saved.world.is_rank_zero and options.json:
             print_json({"step": saved.step, **metrics})
-        elif saved.world.leads:
+        elif saved.world.is_rank_zero:
             told = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for name, value in metrics.items()}
             say(f"step {saved.step}", *(f"{name:>16}  {text}" for name, text in told.items()))
 

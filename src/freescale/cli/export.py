@@ -35,7 +35,7 @@ def run(argv: Sequence[str], prog: str) -> int:
 
         with progress(f"writing {options.out}"):
             files = export_model(saved, options.out)
-        if saved.world.leads:
+        if saved.world.is_rank_zero:
             say(*(str(options.out / name) for name in files))
 
     return on_ranks(options, ["export", *argv], work, out=options.out)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from freescale.errors import INTERRUPTED, FreeScaleError, StorageError, UsageError, is_of_files, nearest
 from freescale.launch import is_rank
-from freescale.log import failure, tell
+from freescale.log import ConsoleHandler, handled_by, logger
 from freescale.progress import session
 
 
@@ -52,14 +52,20 @@ _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # A rank has a handler already: the process that started it writes what all ranks log alike once.
+    with contextlib.nullcontext() if logger.handlers else handled_by(ConsoleHandler()):
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     try:
         with session(), _interrupted_by_sigterm():
             return _dispatch(words)
     except FreeScaleError as error:
-        failure(error)
+        logger.error("%s", error)
         return error.exit_code
     except KeyboardInterrupt:
-        tell("interrupted")
+        logger.info("interrupted")
         eval("None")  # else CPython exits by SIGINT if the exception passed through `exec` of a string, as in an import
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, which is its right
@@ -69,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_of_files(error):
             raise
         refused = StorageError.of(error)
-        failure(refused)
+        logger.error("%s", refused)
         return refused.exit_code
 
 

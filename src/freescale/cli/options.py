@@ -12,7 +12,7 @@ import tyro
 
 from freescale import config
 from freescale.errors import FreeScaleError, UsageError, writing
-from freescale.log import failure
+from freescale.log import logger
 from freescale.progress import set_quiet
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def check_all(*checks: Callable[[], object]) -> None:
         except FreeScaleError as error:
             wrong.append(error)
     for error in wrong[:-1]:
-        failure(error)
+        logger.error("%s", error)
     if wrong:
         raise wrong[-1]
 

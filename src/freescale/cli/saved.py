@@ -50,7 +50,7 @@ def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Pa
         from freescale.transport.world import join, leave
 
         config = config_of(options.run, options.data)
-        world = join(deadline=config.train.deadline)
+        world = join(timeout=config.train.timeout)
     with progress(f"loading {options.run}"):
         saved = open_run(options.run, config, world)
     with writing(out) if out is not None else nullcontext():

@@ -38,13 +38,13 @@ def run(argv: Sequence[str], prog: str) -> int:
         from freescale.transport.world import join, leave
 
         require_gpu(options.device)
-        world = join(deadline=_DEADLINE, device=options.device)
+        world = join(timeout=_DEADLINE, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
-    if world.leads and options.json:
+    if world.is_rank_zero and options.json:
         print_json([asdict(outcome) for outcome in outcomes])
-    elif world.leads:
-        title = f"selftest, {world.ranks} ranks on {world.device.type}"
+    elif world.is_rank_zero:
+        title = f"selftest, {world.world_size} ranks on {world.device.type}"
         rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
         print_table(title, ["check", "outcome", "why"], rows, words=(0, 1, 2))
         say(f"{failed} failed" if failed else "nothing failed")

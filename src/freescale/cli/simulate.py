@@ -81,8 +81,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
     techniques = (Techniques(**used),) if options.without else ABLATION
     asked, ranks_in_all = sorted(options.gpus), sum(options.gpus) * len(techniques)
-    found = (one for ranks in asked for one in answer(question, ranks, techniques))
-    outcomes = list(track(found, "simulating", total=ranks_in_all, size=lambda one: one.ranks))
+    found = (one for world_size in asked for one in answer(question, world_size, techniques))
+    outcomes = list(track(found, "simulating", total=ranks_in_all, size=lambda one: one.world_size))
     name = str(options.run or options.from_data)
     write_page(options.out, report(name, question.cluster, said, outcomes))
     if options.json:
@@ -119,7 +119,7 @@ def _asked(options: Options) -> tuple[configs.RunConfig, int]:
         config = configs.resolve(options.model)
         return replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
     config = configs.of_run(options.run)
-    return config, max(1, config.data.global_batch // records.read_machine(options.run).ranks)
+    return config, max(1, config.data.global_batch // records.read_machine(options.run).world_size)
 
 
 def _config(options: Options) -> tuple[configs.RunConfig, int]:
@@ -141,7 +141,7 @@ def _machine(run: Path | None, model: Model, where: Cluster) -> tuple[Callable[[
 
 def _figures(one: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
-        "ranks": one.ranks,
+        "world_size": one.world_size,
         "with": one.techniques.name,
         "step_ms": one.summary.step_ms,
         "step_ms_band": one.step_ms,

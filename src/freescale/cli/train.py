@@ -39,7 +39,7 @@ def _train(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
         from freescale.train.run import train
         from freescale.transport.world import join
 
-        world = join(deadline=config.train.deadline)
+        world = join(timeout=config.train.timeout)
     asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
     return train(config, world, out, **asked)
 

@@ -22,7 +22,7 @@ _NEUTRAL = {
     "train.save_every",
     "train.hours_between_failures",
     "train.keep",
-    "train.deadline",
+    "train.timeout",
 }
 _NEUTRAL_SECTIONS = ("balance.", "transport.")
 _LENGTH = ("train.epochs", "train.max_steps")

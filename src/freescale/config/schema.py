@@ -179,7 +179,7 @@ class TrainConfig:
     """As expected before any was seen; read with save_every = 0."""
     keep: int = 2
     """Checkpoints kept."""
-    deadline: float = 600.0
+    timeout: float = 600.0
     """Seconds that any wait for another rank may take."""
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class TrainConfig:
         counts = ("max_steps", "warmup_steps", "evaluate_every", "save_every")
         for name in (*counts, "clip", "spike", "final_lr", "weight_decay"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
-        for name in ("lr", "deadline", "hours_between_failures"):
+        for name in ("lr", "timeout", "hours_between_failures"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "at least 0 and below 1")

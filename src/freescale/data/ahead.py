@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import TypeVar
 
-from freescale.log import notice
+from freescale.log import warning_once
 
 T = TypeVar("T")
 _END = object()
@@ -52,4 +52,4 @@ def run_ahead(items: Iterator[T], depth: int, *, work_off: bool = False) -> Iter
         thread.join()
         while work_off and not ready.empty():
             if (error := ready.get()[1]) is not None:
-                notice(f"while ending, what nobody waits for any more failed: {error}")
+                warning_once(f"while ending, what nobody waits for any more failed: {error}")

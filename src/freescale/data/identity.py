@@ -11,7 +11,7 @@ from typing import Any
 from freescale.data.store.dataset import Dataset
 from freescale.data.store.manifest import checksum
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import warning_once
 
 _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
 
@@ -51,7 +51,7 @@ class DataIdentity:
 def require_recorded(recorded: Mapping[str, Any] | None, found: DataIdentity, *, where: str) -> None:
     """Compare a data set with what a checkpoint recorded; checkpoints of earlier versions recorded nothing."""
     if recorded is None:
-        notice(f"the checkpoint does not record its vocabulary: whether {where} has the same items is not checked")
+        warning_once(f"the checkpoint records no vocabulary: whether {where} has the same items is not checked")
         return
     found.require(DataIdentity(**recorded), where=where)
 

@@ -21,7 +21,7 @@ from freescale.data.store.quarantine import Quarantine
 from freescale.data.vocabulary import KnownItems
 from freescale.data.window import Window, prepare
 from freescale.errors import ConfigError
-from freescale.log import notice
+from freescale.log import warning_once
 
 
 class Loader:
@@ -37,13 +37,13 @@ class Loader:
         *,
         seed: int,
         rank: int = 0,
-        ranks: int = 1,
+        world_size: int = 1,
         part: Literal["train", "test"] = "train",
         quarantine_file: str | None = None,
     ) -> None:
-        if ranks > config.shards:
-            what = f"data.shards = {config.shards} cannot feed {ranks} ranks: each shard is read by one rank"
-            remedy = f"set data.shards to {ranks} or more (it is part of the order of the samples)"
+        if world_size > config.shards:
+            what = f"data.shards = {config.shards} cannot feed {world_size} ranks: each shard is read by one rank"
+            remedy = f"set data.shards to {world_size} or more (it is part of the order of the samples)"
             raise ConfigError(what, key="data.shards", remedy=remedy)
         quarantine = Quarantine(config.on_bad, quarantine_file)
         self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
@@ -52,7 +52,7 @@ class Loader:
         self.identity = DataIdentity.of(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
         self.unknown_items = 0
-        self._config, self._rank, self._ranks = config, rank, ranks
+        self._config, self._rank, self._world_size = config, rank, world_size
         self._split = Split(config.split, config.split_time, part)
         self._say_who_stays_empty()
 
@@ -91,9 +91,9 @@ class Loader:
         """In log order a step takes few row groups, and a rank without any of them holds nothing."""
         rows = max(1, self.dataset.layout.common)
         groups = -(-self._config.global_batch // rows)
-        if self._config.order == "log" and groups < self._ranks:
+        if self._config.order == "log" and groups < self._world_size:
             few = f"a step of {self._config.global_batch} samples comes from about {groups} row groups of {rows}"
-            notice(f"order = log: {few}, so most of {self._ranks} ranks hold nothing until samples are balanced")
+            warning_once(f"order = log: {few}, so most of {self._world_size} ranks hold nothing before balancing")
 
     def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
         """Cut windows into steps."""
@@ -115,7 +115,7 @@ class Loader:
         config, cursor = self._config, self.cursor
         order = Order(self.dataset.layout, config.order, config.shards, cursor.seed, cursor.epoch)
         windows = order.windows_in(cursor.span(cursor.step)[0], cursor.samples)
-        shares = (order.share(window, rank=self._rank, ranks=self._ranks) for window in windows)
+        shares = (order.share(window, rank=self._rank, world_size=self._world_size) for window in windows)
         for window, (share, groups) in zip(windows, self._read(shares, pool), strict=True):
             prepared, unknown = prepare(
                 share, groups, self.dataset.columns, split=self._split, max_history=config.max_history, known=self.known

@@ -69,7 +69,7 @@ class Exchange:
 
     def __init__(self, tables: Sequence[Table], transport: Transport) -> None:
         self._tables, self._transport = list(tables), transport
-        self._rank, self._ranks = transport.peers.rank, transport.peers.ranks
+        self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
 
     def send_ids(self, wanted: Mapping[str, Wanted], *, exhausted: bool = False) -> Route:
         """Ask the owners for rows, and learn what the others want.
@@ -77,16 +77,16 @@ class Exchange:
         `exhausted`: this rank has no batch. It wants nothing, and tells the others in the exchange of counts.
         """
         uniques = [wanted[table.name].unique for table in self._tables]
-        cuts = [table.cuts(unique, self._ranks) for table, unique in zip(self._tables, uniques, strict=True)]
-        counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._ranks)]
-        one_each = [1] * self._ranks
+        cuts = [table.cuts(unique, self._world_size) for table, unique in zip(self._tables, uniques, strict=True)]
+        counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._world_size)]
+        one_each = [1] * self._world_size
         told = torch.tensor([[*count, int(exhausted)] for count in counts], device=uniques[0].device)
         heard = self._transport.all_to_all(told, one_each, one_each, name="id counts").wait().tolist()
         if ended := tuple(rank for rank, (*_, flag) in enumerate(heard) if flag):
             return Route([], [], {}, ended)
         asked = [count for *count, _ in heard]
         ids = self._begin(uniques, counts, asked, name="ids")()
-        first = [table.owned(self._rank, self._ranks).start for table in self._tables]
+        first = [table.owned(self._rank, self._world_size).start for table in self._tables]
         local = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
         return Route(counts, asked, local)
 

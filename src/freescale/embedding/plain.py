@@ -45,10 +45,10 @@ class PlainShard:
 
 
 def plain_shard(
-    tables: Sequence[Table], config: TablesConfig, *, rank: int, ranks: int, dtype: torch.dtype
+    tables: Sequence[Table], config: TablesConfig, *, rank: int, world_size: int, dtype: torch.dtype
 ) -> PlainShard:
     """Allocate the own rows of tables."""
-    owned = {table.name: len(table.owned(rank, ranks)) for table in tables}
+    owned = {table.name: len(table.owned(rank, world_size)) for table in tables}
     state = {table.name: torch.zeros(owned[table.name], table.dim, dtype=dtype) for table in tables}
     if config.optimizer != "sgd":
         width = {table.name: table.dim if config.optimizer == "adagrad" else 1 for table in tables}

@@ -11,7 +11,7 @@ from freescale.embedding.plain import PlainShard, plain_shard
 from freescale.embedding.shard import Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.transport.handle import Transport
 from freescale.transport.world import World
 
@@ -63,8 +63,8 @@ def shard_tables(
         if world.device.type == "cpu":
             shard = PlainShard(shard.state(), config.tables)
     else:
-        notice(f"tables are plain torch: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
-        shard = plain_shard(tables, config.tables, rank=world.rank, ranks=world.ranks, dtype=dtype)
+        warning_once(f"tables are plain torch: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
+        shard = plain_shard(tables, config.tables, rank=world.rank, world_size=world.world_size, dtype=dtype)
     fill(tables, shard.state(), config, world)
     return ShardedTables(tables, shard, transport)
 
@@ -72,5 +72,5 @@ def shard_tables(
 def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, world: World) -> None:
     """Give this rank's rows what they begin as."""
     for table in tables:
-        first = table.owned(world.rank, world.ranks).start
+        first = table.owned(world.rank, world.world_size).start
         table.fill(own[table.name], first, seed=config.seed, deviation=config.tables.init)

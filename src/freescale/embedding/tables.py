@@ -20,18 +20,18 @@ class Table(NamedTuple):
     rows: int
     dim: int
 
-    def block(self, ranks: int) -> int:
+    def block(self, world_size: int) -> int:
         """Rows that a rank owns; the last ones may own fewer. Row r belongs to rank r // block."""
-        return -(-self.rows // ranks)
+        return -(-self.rows // world_size)
 
-    def owned(self, rank: int, ranks: int) -> range:
+    def owned(self, rank: int, world_size: int) -> range:
         """The rows of one rank."""
-        block = self.block(ranks)
+        block = self.block(world_size)
         return range(min(rank * block, self.rows), min((rank + 1) * block, self.rows))
 
-    def cuts(self, unique: Tensor, ranks: int) -> list[int]:
+    def cuts(self, unique: Tensor, world_size: int) -> list[int]:
         """Where ascending ids change their owner: the ids [cuts[r], cuts[r + 1]) belong to rank r."""
-        owners = torch.arange(1, ranks, device=unique.device) * self.block(ranks)
+        owners = torch.arange(1, world_size, device=unique.device) * self.block(world_size)
         return [0, *torch.searchsorted(unique, owners).tolist(), len(unique)]
 
     def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:

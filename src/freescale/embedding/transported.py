@@ -27,9 +27,9 @@ from freescale.transport.world import around
 class TransportEmbeddingSharder(EmbeddingCollectionSharder):
     """Shards collections row-wise as TorchRec does, and moves their rows by `way`."""
 
-    def __init__(self, *, way: Way = "auto", deadline: float = 600, fused_params: dict[str, Any] | None = None) -> None:
+    def __init__(self, *, way: Way = "auto", timeout: float = 600, fused_params: dict[str, Any] | None = None) -> None:
         super().__init__(fused_params=fused_params)
-        self._way, self._deadline = way, deadline
+        self._way, self._timeout = way, timeout
 
     def shard(
         self,
@@ -43,7 +43,7 @@ class TransportEmbeddingSharder(EmbeddingCollectionSharder):
         group = env.process_group
         if group is None:
             raise UsageError("rows travel only in a process group", remedy="call dist.init_process_group first")
-        world = around(group, device or torch.device("cpu"), deadline=self._deadline)
+        world = around(group, device or torch.device("cpu"), timeout=self._timeout)
         transport = choose(world, TransportConfig(urgent=self._way), deferred=False).urgent
 
         class Collection(ShardedEmbeddingCollection):
@@ -84,8 +84,12 @@ class _OutputDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, Tensor]):
     def __init__(self, transport: Transport, features: int, device: torch.device | None) -> None:
         super().__init__()
         self._transport = transport
-        ranks = transport.peers.ranks
-        by_rank = torch.arange(features * ranks, dtype=torch.int32, device=device).view(features, ranks).T.reshape(-1)
+        world_size = transport.peers.world_size
+        by_rank = (
+            torch.arange(features * world_size, dtype=torch.int32, device=device)
+            .view(features, world_size)
+            .T.reshape(-1)
+        )
         self.register_buffer("_by_rank", by_rank, persistent=False)
 
     def forward(self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None) -> Awaitable[Tensor]:
@@ -133,4 +137,4 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
         transport, send, receive = ctx.back
         got = transport.all_to_all(gradients[0], send, receive, name="row gradients").wait()
-        return got / transport.peers.ranks if get_gradient_division() else got, None, None, None, None
+        return got / transport.peers.world_size if get_gradient_division() else got, None, None, None, None

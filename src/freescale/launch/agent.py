@@ -16,7 +16,7 @@ from freescale.launch import AGENT
 from freescale.launch.decide import Seen, Verdict, decide
 from freescale.launch.meeting import SILENT_SECONDS, Meeting
 from freescale.launch.ranks import LocalRanks
-from freescale.log import failure, notice
+from freescale.log import info_once, logger, warning_once
 
 _LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
@@ -47,7 +47,7 @@ class Agent:
         threading.Thread(target=self._watch_the_store, daemon=True).start()
         if self._meeting.serves and self._meeting.hosts.most > 1:
             address, port = self._meeting.address
-            notice(f"this host serves the store at {address}:{port}; without it the run ends on every host")
+            info_once(f"this host serves the store at {address}:{port}; without it the run ends on every host")
         generation, code = 0, None
         try:
             while code is None:
@@ -76,7 +76,8 @@ class Agent:
             self._local = None
         if verdict.why and self._meeting.serves:
             follows = "ranks start again" if verdict.code is None else "no restarts are left"
-            notice(f"generation {number}: {verdict.why}; {follows if verdict.code in (None, 1, 5) else 'the run ends'}")
+            follows = follows if verdict.code in (None, 1, 5) else "the run ends"
+            warning_once(f"restart {number}: {verdict.why}; {follows}" if number else f"{verdict.why}; {follows}")
         return verdict.code
 
     def _start(self, environments: list[dict[str, str]]) -> None:
@@ -200,7 +201,7 @@ class Agent:
         if self._local is not None:
             self._local.end()
         error = self._without_store(f"no answer for {SILENT_SECONDS:.0f} s")
-        failure(error)
+        logger.error("%s", error)
         os._exit(error.exit_code)
 
     def _without_store(self, why: str) -> TransportError:

@@ -17,8 +17,8 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 
 from freescale.launch import AGENT
-from freescale.launch.voices import Voices, speaker
-from freescale.log import heard_by, tell
+from freescale.launch.log_deduplication import LogCollector, PipeHandler
+from freescale.log import handled_by, logger
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -31,12 +31,12 @@ class LocalRanks:
     """Runs `freescale WORDS` once per rank."""
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        self._voices = Voices(len(environments))
-        given = zip(environments, self._voices.mouths, strict=True)
-        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more, mouth)) for more, mouth in given]
+        self._logs = LogCollector(len(environments))
+        given = zip(environments, self._logs.senders, strict=True)
+        self._processes = [_CONTEXT.Process(target=_be_rank, args=(words, more, sender)) for more, sender in given]
         for process in self._processes:
             process.start()
-        self._voices.begin()
+        self._logs.start()
 
     def codes(self) -> list[int | None]:
         """The exit code of each rank; None while it runs, below 0 the signal that ended it."""
@@ -54,7 +54,7 @@ class LocalRanks:
         self.signal(signal.SIGKILL)
         for process in self._processes:
             process.join()
-        self._voices.end()
+        self._logs.stop()
 
 
 def prepare() -> None:
@@ -81,7 +81,7 @@ def _nothing() -> None:
     pass
 
 
-def _be_rank(words: Sequence[str], environment: Mapping[str, str], mouth: Connection) -> None:
+def _be_rank(words: Sequence[str], environment: Mapping[str, str], sender: Connection) -> None:
     """What a forked process does: `freescale WORDS`, as if it had been started with this environment."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     os.environ.update(environment)
@@ -90,11 +90,11 @@ def _be_rank(words: Sequence[str], environment: Mapping[str, str], mouth: Connec
     if agent is None or not agent.is_alive():
         sys.exit("the agent that started this rank is gone")
     sys.argv[1:] = words
-    with heard_by(speaker(mouth)):
+    with handled_by(PipeHandler(sender)):
         try:
             runpy.run_module("freescale", run_name="__main__")
         except Exception:
-            tell(traceback.format_exc().rstrip())
+            logger.info("%s", traceback.format_exc().rstrip())
             sys.exit(1)
 
 

@@ -51,11 +51,11 @@ class Sent:
 class Books:
     """Steps of all ranks."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self.sent: list[Sent] = []
         """Transfers that have begun."""
-        self.ends: dict[int, Floats] = {-1: np.zeros(ranks)}
+        self.ends: dict[int, Floats] = {-1: np.zeros(world_size)}
         """When each rank ended a step."""
         self._spans: dict[int, list[tuple[str, Floats, Floats]]] = {}
 
@@ -65,7 +65,7 @@ class Books:
 
     def behind_traffic(self, step: int, now: float) -> float:
         """Of the compute of a step, on a middling rank: the share that had traffic beside it which takes cores."""
-        rank = self._ranks // 2
+        rank = self._world_size // 2
         passes = [(begin[rank], end[rank]) for cause, begin, end in self._spans[step] if cause in COMPUTE]
         recent = [sent for sent in self.sent[-_RECENT:] if sent.takes_cores]
         flights = [(sent.last, now if sent.done is None else sent.done[rank]) for sent in recent]
@@ -75,7 +75,9 @@ class Books:
 
     def shared_out(self, step: int) -> records.Interval:
         """Where the time of a step went."""
-        some = np.unique(np.linspace(0, self._ranks - 1, min(self._ranks, _KEPT)).round().astype(int)).tolist()
+        some = np.unique(
+            np.linspace(0, self._world_size - 1, min(self._world_size, _KEPT)).round().astype(int)
+        ).tolist()
         begin, end = self.ends[step - 1], self.ends[step]
         near = [sent for sent in self.sent if sent.arrived.min() < end.max() and sent.lasts(begin)]
         last = {sent.name: _ns(sent.last) for sent in near}
@@ -85,7 +87,7 @@ class Books:
             transfers = tuple(sent.seen_by(rank) for sent in near)
             done = RankStep(rank, step, _ns(begin[rank]), _ns(end[rank]), spans, transfers)
             total[place] = records.row(account(done, last))
-        return records.interval(total, step=step, steps=1, ranks=len(some), clock_bound=0)
+        return records.interval(total, step=step, steps=1, world_size=len(some), clock_bound=0)
 
 
 def _ns(seconds: float) -> int:

@@ -48,7 +48,7 @@ class Engine:
     """Some ranks of a cluster, going through steps once."""
 
     def __init__(self, schedule: Schedule, operations: Operations, loads: Sequence[Load], *, balanced: bool) -> None:
-        self._operations, self._loads, self._ranks = operations, loads, operations.ranks
+        self._operations, self._loads, self._world_size = operations, loads, operations.world_size
         cluster = self._cluster = operations.cluster
         self._rng = operations.rng
         self._brings = BALANCE if balanced else (READ,)
@@ -56,7 +56,7 @@ class Engine:
         self._schedule = begun(schedule)
         self._step_thread = "compute" if cluster.asynchronous else "main"
         """The one whose time is shared out."""
-        self._network, self._books = Network(), Books(self._ranks)
+        self._network, self._books = Network(), Books(self._world_size)
         self._lanes: dict[str, deque[_Ordered]] = {}
         self._free: dict[str, Floats] = {}
         """When each thread has done what it was given."""
@@ -75,10 +75,10 @@ class Engine:
         self._varies: dict[int, Floats] = {}
         self._beside = 0.0
         """Of the compute of the step before, how much had traffic beside it."""
-        on_host = min(self._ranks, cluster.ranks_per_host)
+        on_host = min(self._world_size, cluster.ranks_per_host)
         self._grace = cluster.in_flight * on_host / cluster.far
         """Seconds of pieces that are under way when something urgent begins."""
-        self._slow = 1.0 + cluster.slow_by * (self._rng.random(self._ranks) < cluster.slow_share)
+        self._slow = 1.0 + cluster.slow_by * (self._rng.random(self._world_size) < cluster.slow_share)
 
     def run(self) -> list[Interval]:
         """Go through all steps; gives where their time went."""
@@ -169,7 +169,7 @@ class Engine:
         if landed is None:
             return
         ordered, sent = landed
-        here = sent.done = flow.demand.ends(flow.begin, self._network.now, self._ranks)
+        here = sent.done = flow.demand.ends(flow.begin, self._network.now, self._world_size)
         self._ends[ordered.key] = here
         if not ordered.begun:
             if ordered.thread == self._step_thread:
@@ -178,7 +178,7 @@ class Engine:
 
     def _start(self, ordered: _Ordered) -> Floats:
         """When an operation can begin. What the thread of the step waits for meanwhile is written down."""
-        now = self._free.get(ordered.thread, np.zeros(self._ranks))
+        now = self._free.get(ordered.thread, np.zeros(self._world_size))
         if ordered.thread in self._latest:
             self._held_up_by[ordered.key] = self._latest[ordered.thread]
         self._latest[ordered.thread] = ordered.key
@@ -237,11 +237,11 @@ class Engine:
         cluster, seconds = self._cluster, task.seconds
         if operation.name in ("forward", "backward"):
             if number not in self._varies:  # a rank is slower or quicker in a whole step
-                self._varies[number] = np.exp(cluster.jitter * self._rng.standard_normal(self._ranks))
+                self._varies[number] = np.exp(cluster.jitter * self._rng.standard_normal(self._world_size))
             seconds = seconds * self._varies[number] * self._slow * (1.0 + cluster.contention * self._beside)
         elif operation is READ and cluster.stall_share:
-            late = self._rng.random(self._ranks) < cluster.stall_share
-            seconds = seconds + late * self._rng.exponential(cluster.stall, self._ranks)
+            late = self._rng.random(self._world_size) < cluster.stall_share
+            seconds = seconds + late * self._rng.exponential(cluster.stall, self._world_size)
         return task._replace(seconds=seconds)
 
 

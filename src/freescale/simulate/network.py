@@ -28,75 +28,75 @@ class Demand:
         near, far, spine = (seconds / share for seconds in self.levels)
         return replace(self, levels=(near, far, spine))
 
-    def ends(self, begin: float, end: float, ranks: int) -> Floats:
+    def ends(self, begin: float, end: float, world_size: int) -> Floats:
         """When each rank is done, if the last one is at `end`."""
         moves = min(end, begin + self.latency)
-        return moves + (end - moves) * (np.ones(ranks) if self.shares is None else self.shares)
+        return moves + (end - moves) * (np.ones(world_size) if self.shares is None else self.shares)
 
 
 class Topology:
     """Some ranks of a cluster, host by host."""
 
-    def __init__(self, cluster: Cluster, ranks: int, rng: np.random.Generator) -> None:
-        self._cluster, self._ranks, self._rng = cluster, ranks, rng
-        self._local = min(ranks, round(cluster.ranks_per_host))
-        self._leaf = min(ranks, round(cluster.hosts_per_leaf) * self._local)
+    def __init__(self, cluster: Cluster, world_size: int, rng: np.random.Generator) -> None:
+        self._cluster, self._world_size, self._rng = cluster, world_size, rng
+        self._local = min(world_size, round(cluster.ranks_per_host))
+        self._leaf = min(world_size, round(cluster.hosts_per_leaf) * self._local)
 
     def all_to_all(self, size: Floats, *, comes: bool = False, whole: bool = True) -> Demand:
         """Every rank sends so many bytes, spread over all ranks alike; or gets them so, if it `comes` to them.
 
         `whole`: not cut into pieces.
         """
-        c, ranks, local = self._cluster, self._ranks, self._local
-        if ranks == 1:
+        c, world_size, local = self._cluster, self._world_size, self._local
+        if world_size == 1:
             return Demand(0.0, (0.0, 0.0, 0.0))
-        beyond = (ranks - local) / ranks
-        own, others = self._of_hosts(size) * beyond, np.full(ranks, float(size.mean()) * local * beyond)
-        if ranks == 2 * local:  # of two hosts, each gets what the other sends
+        beyond = (world_size - local) / world_size
+        own, others = self._of_hosts(size) * beyond, np.full(world_size, float(size.mean()) * local * beyond)
+        if world_size == 2 * local:  # of two hosts, each gets what the other sends
             others = own[::-1].copy()
         got, sent = (own, others) if comes else (others, own)
         # A rank is done when it has what comes to it, and that comes last from whoever sends the most.
         done = np.minimum(got, local * size * beyond) if comes else got
         if c.one_way and whole:
-            done = done + 6 / (ranks + 4) * self._behind_others() * sent
+            done = done + 6 / (world_size + 4) * self._behind_others() * sent
         if not comes:
             done = np.maximum(done, _largest_other(sent, local) * self._served())
-        levels = float(size.max()) * (local - 1) / ranks / c.near, float(done.max()) / c.far
-        spine = float(size.mean()) * local * (ranks - self._leaf) / ranks * c.oversubscription / c.far
+        levels = float(size.max()) * (local - 1) / world_size / c.near, float(done.max()) / c.far
+        spine = float(size.mean()) * local * (world_size - self._leaf) / world_size * c.oversubscription / c.far
         shares = done / max(float(done.max()), 1e-300) if levels[1] > max(levels[0], spine) else None
-        return Demand(c.latency + c.message * (ranks - 1), (*levels, spine), shares)
+        return Demand(c.latency + c.message * (world_size - 1), (*levels, spine), shares)
 
     def all_reduce(self, size: float) -> Demand:
         """So many bytes are added up over all ranks; every link of a ring carries each nearly twice."""
-        c, ranks = self._cluster, self._ranks
-        twice = 2 * size * (ranks - 1) / ranks / c.ring
-        far, leaf = twice / c.far * (ranks > self._local), twice * c.oversubscription / c.far / c.hosts_per_leaf
-        levels = (twice / c.near * (self._local > 1), far, leaf * (ranks > self._leaf))
-        return Demand(c.latency * math.ceil(math.log2(max(2, ranks))), levels)
+        c, world_size = self._cluster, self._world_size
+        twice = 2 * size * (world_size - 1) / world_size / c.ring
+        far, leaf = twice / c.far * (world_size > self._local), twice * c.oversubscription / c.far / c.hosts_per_leaf
+        levels = (twice / c.near * (self._local > 1), far, leaf * (world_size > self._leaf))
+        return Demand(c.latency * math.ceil(math.log2(max(2, world_size))), levels)
 
     def _of_hosts(self, size: Floats) -> Floats:
         """Of each rank: what all ranks of its host have together."""
-        first = np.arange(0, self._ranks, self._local)
-        return np.add.reduceat(size, first).repeat(self._local)[: self._ranks]
+        first = np.arange(0, self._world_size, self._local)
+        return np.add.reduceat(size, first).repeat(self._local)[: self._world_size]
 
     def _behind_others(self) -> Floats:
         """Of each rank: how far what it waits for goes behind what it sends. Each pair of ranks tosses a coin.
 
         As measured of gloo: all of it between two ranks, a quarter on average between four.
         """
-        if self._ranks == 2:
+        if self._world_size == 2:
             first = self._rng.integers(2)
             return np.array([first, 1 - first], dtype=np.float64)
-        return (self._rng.binomial(self._ranks - 1, 0.5, self._ranks) / (self._ranks - 1)) ** 2
+        return (self._rng.binomial(self._world_size - 1, 0.5, self._world_size) / (self._world_size - 1)) ** 2
 
     def _served(self) -> Floats:
         """Of what a rank sends to all others alike: after how much each has its part. Gloo serves them one by one."""
-        uneven = self._cluster.one_way and self._ranks > 2
-        return self._rng.uniform(0.75, 1.0, self._ranks) if uneven else np.ones(self._ranks)
+        uneven = self._cluster.one_way and self._world_size > 2
+        return self._rng.uniform(0.75, 1.0, self._world_size) if uneven else np.ones(self._world_size)
 
     def all_gather(self, size: float) -> Demand:
         """Every rank gets so many bytes of every other."""
-        return self.all_to_all(np.full(self._ranks, size * self._ranks))
+        return self.all_to_all(np.full(self._world_size, size * self._world_size))
 
 
 @dataclass(eq=False)

@@ -118,10 +118,17 @@ class Operations:
     """What operations take on one cluster. `sm_free`: whether what is deferred spares the cores of a device."""
 
     def __init__(
-        self, cluster: Cluster, machine: Machine, model: Model, *, ranks: int, sm_free: bool, rng: np.random.Generator
+        self,
+        cluster: Cluster,
+        machine: Machine,
+        model: Model,
+        *,
+        world_size: int,
+        sm_free: bool,
+        rng: np.random.Generator,
     ) -> None:
-        self._topology, self._machine, self._model = Topology(cluster, ranks, rng), machine, model
-        self.cluster, self.ranks, self.sm_free, self.rng = cluster, ranks, sm_free, rng
+        self._topology, self._machine, self._model = Topology(cluster, world_size, rng), machine, model
+        self.cluster, self.world_size, self.sm_free, self.rng = cluster, world_size, sm_free, rng
         self._share = cluster.sm_free if sm_free else 1.0
 
     def task(self, operation: Operation, load: Load) -> Task:
@@ -136,11 +143,11 @@ class Operations:
 
     def _demand(self, name: str, load: Load, *, whole: bool) -> tuple[Demand, Floats]:
         """A transfer, and the bytes that each rank packs for it."""
-        nothing = np.zeros(self.ranks)
+        nothing = np.zeros(self.world_size)
         if name == "agree":
             return self._topology.all_reduce(2 * _ID), nothing
         if name == "gather_lengths":
-            told = self._topology.all_gather(3 * _ID * load.samples / self.ranks)
+            told = self._topology.all_gather(3 * _ID * load.samples / self.world_size)
             return replace(told, latency=2 * told.latency), nothing  # first how many samples, then their lengths
         for comes, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
             if name in table:

@@ -14,7 +14,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A line for each size and set of techniques."""
     return [
         [
-            f"{one.ranks:,}",
+            f"{one.world_size:,}",
             one.techniques.name,
             f"{one.summary.step_ms:,.1f}",
             f"{one.samples_per_second:,.0f}",
@@ -30,8 +30,8 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def scaling(one: Outcome, outcomes: Sequence[Outcome]) -> float:
     """Samples per second and rank, against the fewest ranks with the same techniques."""
-    first = min((o for o in outcomes if o.techniques == one.techniques), key=lambda o: o.ranks)
-    return one.samples_per_second / one.ranks / (first.samples_per_second / first.ranks)
+    first = min((o for o in outcomes if o.techniques == one.techniques), key=lambda o: o.world_size)
+    return one.samples_per_second / one.world_size / (first.samples_per_second / first.world_size)
 
 
 def report(name: str, cluster: Cluster, said: Sequence[str], outcomes: Sequence[Outcome]) -> str:
@@ -53,10 +53,10 @@ def report(name: str, cluster: Cluster, said: Sequence[str], outcomes: Sequence[
 
 def _scaling(outcomes: Sequence[Outcome]) -> str:
     by = {one.techniques: [o for o in outcomes if o.techniques == one.techniques] for one in outcomes}
-    ranks = page.Axis("ranks", log=len({one.ranks for one in outcomes}) > 1)
+    ranks = page.Axis("ranks", log=len({one.world_size for one in outcomes}) > 1)
 
     def curves(figure: Callable[[Outcome], float]) -> list[page.Series]:
-        return [page.Series(t.name, [o.ranks for o in some], [figure(o) for o in some]) for t, some in by.items()]
+        return [page.Series(t.name, [o.world_size for o in some], [figure(o) for o in some]) for t, some in by.items()]
 
     computing, samples = curves(lambda o: 1.0 - o.summary.bubble_percent / 100), curves(lambda o: o.samples_per_second)
     return page.section(
@@ -70,8 +70,8 @@ def _scaling(outcomes: Sequence[Outcome]) -> str:
 def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
     """At every size, a bar for each set of techniques."""
     colours, sections = colours_of(line for one in outcomes for line in one.summary.lines), []
-    for size in sorted({one.ranks for one in outcomes}):
-        some = [one for one in outcomes if one.ranks == size]
+    for size in sorted({one.world_size for one in outcomes}):
+        some = [one for one in outcomes if one.world_size == size]
         bars = [page.Bar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]
         drawn = page.stacked_bars(bars, colours, rows="with", axis="ms per step, mean of all ranks")
         sections.append(page.section(f"A step on {size:,} ranks", "By cause.", page.legend(colours), drawn))

@@ -47,7 +47,7 @@ class Band(NamedTuple):
 class Outcome(NamedTuple):
     """What some ranks would do."""
 
-    ranks: int
+    world_size: int
     techniques: Techniques
     summary: Summary
     samples_per_second: float
@@ -77,34 +77,36 @@ class Question:
     steps: int = 50
     seed: int = 0
 
-    def drawn(self, ranks: int) -> list[Drawn]:
+    def drawn(self, world_size: int) -> list[Drawn]:
         """Samples of the steps that are really planned."""
         rng = np.random.default_rng(self.seed)
-        return list(draw(self.lengths, self.counts, ranks=ranks, batch=self.batch, steps=_PLANNED, rng=rng))
+        return list(draw(self.lengths, self.counts, world_size=world_size, batch=self.batch, steps=_PLANNED, rng=rng))
 
-    def loads(self, drawn: Sequence[Drawn], ranks: int, *, balanced: bool) -> list[Load]:
+    def loads(self, drawn: Sequence[Drawn], world_size: int, *, balanced: bool) -> list[Load]:
         """Those steps, planned."""
-        hosts = np.arange(ranks) // max(1, round(self.cluster.ranks_per_host))
+        hosts = np.arange(world_size) // max(1, round(self.cluster.ranks_per_host))
         rules = self.rules if balanced else None
-        return [plan(one, self.model, ranks=ranks, rules=rules, hosts=hosts) for one in drawn]
+        return [plan(one, self.model, world_size=world_size, rules=rules, hosts=hosts) for one in drawn]
 
     def clusters(self) -> list[Cluster]:
         """Some that the cluster may be: the same for all sizes and techniques."""
         return [self.cluster.drawn(np.random.default_rng([self.seed, draw])) for draw in range(_DRAWS)]
 
 
-def answer(question: Question, ranks: int, techniques: Sequence[Techniques]) -> Iterator[Outcome]:
+def answer(question: Question, world_size: int, techniques: Sequence[Techniques]) -> Iterator[Outcome]:
     """One outcome for each set of techniques, over the same samples."""
-    drawn = question.drawn(ranks)
-    loads = {balanced: question.loads(drawn, ranks, balanced=balanced) for balanced in {t.balance for t in techniques}}
-    yield from (_outcome(question, ranks, one, loads[one.balance]) for one in techniques)
+    drawn = question.drawn(world_size)
+    loads = {
+        balanced: question.loads(drawn, world_size, balanced=balanced) for balanced in {t.balance for t in techniques}
+    }
+    yield from (_outcome(question, world_size, one, loads[one.balance]) for one in techniques)
 
 
-def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:
+def _outcome(question: Question, world_size: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:
     rng = np.random.default_rng(question.seed + 1)
-    summary = run(question, question.cluster, ranks, techniques, prolonged(loads, question.steps, rng), rng)
+    summary = run(question, question.cluster, world_size, techniques, prolonged(loads, question.steps, rng), rng)
     few = prolonged(loads, min(question.steps, _DRAWN_STEPS), rng)
-    others = [run(question, one, ranks, techniques, few, rng) for one in question.clusters()]
+    others = [run(question, one, world_size, techniques, few, rng) for one in question.clusters()]
 
     def band(figure: Callable[[Summary], float]) -> Band:
         found = [figure(one) for one in (summary, *others)]
@@ -115,16 +117,16 @@ def _outcome(question: Question, ranks: int, techniques: Techniques, loads: Sequ
     )
     rate, held = samples / len(loads) / (summary.step_ms / 1e3), SAMPLE_BYTES * samples + EVENT_BYTES * events
     bands = band(lambda one: one.step_ms), band(lambda one: one.bubble_percent)
-    return Outcome(ranks, techniques, summary, float(rate), *bands, float(shared / rows), float(moved / held))
+    return Outcome(world_size, techniques, summary, float(rate), *bands, float(shared / rows), float(moved / held))
 
 
 def run(
-    question: Question, cluster: Cluster, ranks: int, techniques: Techniques, loads: Sequence[Load], rng: Generator
+    question: Question, cluster: Cluster, world_size: int, techniques: Techniques, loads: Sequence[Load], rng: Generator
 ) -> Summary:
     """Some steps on one cluster."""
-    model, overlaps = question.model, techniques.priority and question.model.sharded and ranks > 1
+    model, overlaps = question.model, techniques.priority and question.model.sharded and world_size > 1
     parts = model.micro_batches
     schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
     machine, sm_free = question.machine(cluster), techniques.sm_free and cluster.asynchronous
-    operations = Operations(cluster, machine, model, ranks=ranks, sm_free=sm_free, rng=rng)
-    return summarize(Engine(schedule, operations, loads, balanced=techniques.balance and ranks > 1).run())
+    operations = Operations(cluster, machine, model, world_size=world_size, sm_free=sm_free, rng=rng)
+    return summarize(Engine(schedule, operations, loads, balanced=techniques.balance and world_size > 1).run())

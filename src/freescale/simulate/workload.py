@@ -99,25 +99,27 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    lengths: Ints, counts: Ints, *, ranks: int, batch: int, steps: int, rng: np.random.Generator
+    lengths: Ints, counts: Ints, *, world_size: int, batch: int, steps: int, rng: np.random.Generator
 ) -> Iterator[Drawn]:
     """Samples of some steps at random: `lengths`, each as often as `counts` says."""
-    share, homes = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(ranks), batch)
+    share, homes = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(world_size), batch)
     for _ in range(steps):
-        yield Drawn(lengths[places(share, ranks * batch, rng)], homes)
+        yield Drawn(lengths[places(share, world_size * batch, rng)], homes)
 
 
-def plan(drawn: Drawn, model: Model, *, ranks: int, rules: BalanceConfig | None, hosts: Ints | None = None) -> Load:
+def plan(
+    drawn: Drawn, model: Model, *, world_size: int, rules: BalanceConfig | None, hosts: Ints | None = None
+) -> Load:
     """Who computes what, as the trainer would plan it by some rules; without, all stay where they are."""
     lengths, homes = drawn
     began = time.thread_time()  # whatever else this machine does meanwhile
     rank = homes
     if rules is not None:
-        rank = Planner(model.cost, rules, ranks=ranks, hosts=hosts)({"history": lengths}, homes).rank
+        rank = Planner(model.cost, rules, world_size=world_size, hosts=hosts)({"history": lengths}, homes).rank
     planning, costs = time.thread_time() - began, model.cost.of(lengths)
 
     def of_ranks(values: Floats | Ints, where: Ints) -> Floats:
-        return np.bincount(where, weights=values, minlength=ranks).astype(np.float64)
+        return np.bincount(where, weights=values, minlength=world_size).astype(np.float64)
 
     events, work = of_ranks(lengths, rank), of_ranks(costs, rank)
     rows, shared = model.popularity.rows(events), model.popularity.shared(events, float(events.sum()))

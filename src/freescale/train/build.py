@@ -19,7 +19,7 @@ from freescale.embedding.replicated import ReplicatedTables
 from freescale.embedding.sharded import ShardedTables, shard_tables
 from freescale.embedding.tables import Table
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.models.protocol import Model
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
@@ -58,7 +58,7 @@ def assemble(config: RunConfig, world: World, model: Model, transport: Transport
         network = Network(model, replicated).to(world.device, dtype)
         return Assembly(network, None, plan.replicated(tables, dtype))
     sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
-    return Assembly(Network(model, None).to(world.device, dtype), sharded, plan.sharded(sharded, world.ranks))
+    return Assembly(Network(model, None).to(world.device, dtype), sharded, plan.sharded(sharded, world.world_size))
 
 
 def model_of(config: RunConfig, *, items: int) -> Model:
@@ -81,14 +81,16 @@ def build(
     `quiet`: it tells nothing while it goes; its files tell all.
     """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
-    loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks, quarantine_file=quarantine)
+    loader = Loader(
+        config.data, seed=config.seed, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine
+    )
     _require_columns(config, loader)
     ways = _ways(config, world, loader)
     assembly = assemble(config, world, model or model_of(config, items=loader.known.rows), ways.urgent)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _STEPS_PER_INTERVAL)
-    bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, deadline=config.train.deadline)
+    bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
     world.transport.watch(bubbles.recorder.begins)
     ways.urgent.watch(bubbles.recorder.begins)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
@@ -112,7 +114,7 @@ def build(
         data=loader.identity,
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
-    journal = Journal(folder, leads=world.leads, steps=steps, tensorboard=tensorboard, quiet=quiet)
+    journal = Journal(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
     for line in [*assembly.plan, *ways.why]:
         journal.say(line)
     return Trainer(parts, folder, journal)
@@ -124,7 +126,7 @@ def _ways(config: RunConfig, world: World, loader: Loader) -> Chosen:
         return Chosen(world.transport, None, [])
     manifest = loader.dataset.manifest
     length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
-    tokens = config.data.global_batch / world.ranks * length
+    tokens = config.data.global_batch / world.world_size * length
     overlaps = config.tables.overlap == "on"
     return choose(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
 
@@ -146,12 +148,12 @@ def _balanced(
     config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder, way: str
 ) -> tuple[Batches, Planner | None]:
     """Batches, and what plans them where there is somebody to balance with."""
-    if config.balance.mode == "off" or world.ranks == 1:
+    if config.balance.mode == "off" or world.world_size == 1:
         return loader, None
-    if config.balance.adapt and world.leads:
-        notice("balance.adapt: placement follows measured times, so two runs of one seed are not bitwise the same")
-    transport, hosts = for_samples(way, deadline=config.train.deadline)
-    planner = Planner(cost, config.balance, ranks=world.ranks, hosts=hosts, leads=world.leads)
+    if config.balance.adapt and world.is_rank_zero:
+        warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
+    transport, hosts = for_samples(way, timeout=config.train.timeout)
+    planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
     transport.watch(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 

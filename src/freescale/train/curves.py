@@ -119,7 +119,7 @@ def start_rows(run: Run, *, named: bool = False) -> list[list[str]]:
         [
             f"{before}{number}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began)) if start.began else "",
-            f"{start.ranks:,}" if start.ranks else "",
+            f"{start.world_size:,}" if start.world_size else "",
             f"{start.step:,}",
             f"{start.reached:,}",
             _duration(start.seconds) if start.began else "",
@@ -205,8 +205,8 @@ def _marks(run: Run, colour: str) -> list[page.Mark]:
 
 
 def _said(name: str, number: int, start: Start) -> str:
-    ranks = f" on {_count(start.ranks, 'rank')}" if start.ranks else ""
-    return f"{name}, start {number} from step {start.step:,}{ranks}: {start.reason}"
+    world_size = f" on {_count(start.world_size, 'rank')}" if start.world_size else ""
+    return f"{name}, start {number} from step {start.step:,}{world_size}: {start.reason}"
 
 
 def _metrics(run: Run) -> list[str]:

@@ -10,7 +10,7 @@ from freescale.data.loader import Loader
 from freescale.data.store.dataset import Dataset
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, nearest
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.progress import track
 from freescale.train.network import Network
 from freescale.train.retrieve import SAMPLES, Corpus, retrieval_means, retrieval_sums_of
@@ -38,7 +38,7 @@ def evaluation_of(config: RunConfig, world: World, network: Network, tables: Sha
             metrics = _ranking(loader, world, network, tables)
         if config.data.test_path:  # of events held out of the training data, training tells
             for line in loader.report():
-                notice(f"in {config.data.test_path}: {line}")
+                warning_once(f"in {config.data.test_path}: {line}")
         return metrics
 
     return evaluate
@@ -49,9 +49,9 @@ def _retrieval(loader: Loader, corpus: Corpus, config: RunConfig, world: World) 
     metrics = retrieval_means(world.transport.all_reduce(sums, name="metrics").wait())
     if not metrics["users"]:
         raise _no_targets(config)
-    if world.leads and metrics["seen_targets"]:
+    if world.is_rank_zero and metrics["seen_targets"]:
         share = f"{metrics['seen_targets']:.1%} of the held-out items are already in the user's history"
-        notice(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')
+        warning_once(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')
     return metrics
 
 
@@ -64,12 +64,12 @@ def _ranking(loader: Loader, world: World, network: Network, tables: ShardedTabl
 
 def _loader(config: RunConfig, world: World) -> Loader:
     """What is evaluated on, from its beginning."""
-    data = replace(config.data, global_batch=max(config.data.global_batch, SAMPLES * world.ranks))
+    data = replace(config.data, global_batch=max(config.data.global_batch, SAMPLES * world.world_size))
     if data.test_path:
         # Where training cuts nothing off, retrieval still has to ask for something: the last event.
         asks_last = data.split == "none" and config.task.kind == "retrieval"
         data = replace(data, path=data.test_path, split="last" if asks_last else data.split)
-    return Loader(data, seed=config.seed, rank=world.rank, ranks=world.ranks, part="test")
+    return Loader(data, seed=config.seed, rank=world.rank, world_size=world.world_size, part="test")
 
 
 def _require_fitting(config: RunConfig, world: World) -> None:

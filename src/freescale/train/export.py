@@ -18,17 +18,17 @@ def export_model(saved: Saved, folder: Path) -> list[str]:
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     mine = {}
-    if world.leads:
+    if world.is_rank_zero:
         mine["model.safetensors"] = export.write_tensors(folder / "model.safetensors", saved.assembly.network.named())
     if tables is not None:
-        name = f"tables-{world.rank:05d}-of-{world.ranks:05d}.safetensors"
+        name = f"tables-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
         rows = {f"tables.{table.name}": tables.shard.state()[table.name] for table in tables.tables}
-        first = {f"tables.{table.name}": table.owned(world.rank, world.ranks).start for table in tables.tables}
+        first = {f"tables.{table.name}": table.owned(world.rank, world.world_size).start for table in tables.tables}
         mine[name] = export.write_tensors(folder / name, rows, first)
-    notes = [folder / f"written-{rank:05d}.json" for rank in range(world.ranks)]
+    notes = [folder / f"written-{rank:05d}.json" for rank in range(world.world_size)]
     notes[world.rank].write_text(json.dumps(mine))
     world.transport.total(0, name="write the export")
-    if not world.leads:
+    if not world.is_rank_zero:
         return []
     configs.save(saved.config, folder / "config.toml")
     listed = {"config.toml": export.describe(folder / "config.toml")}

@@ -24,7 +24,7 @@ from typing import Any
 
 from freescale.bubbles.records import replace_lines
 from freescale.errors import DataError, reason
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.progress import Bar, on_terminal, progress
 
 FILE = "metrics.jsonl"
@@ -72,14 +72,14 @@ class Journal:
     """Progress on the terminal (plain lines where there is none), `metrics.jsonl`, and TensorBoard if asked for."""
 
     def __init__(
-        self, folder: Path, *, leads: bool, steps: int, tensorboard: bool = False, quiet: bool = False
+        self, folder: Path, *, is_rank_zero: bool, steps: int, tensorboard: bool = False, quiet: bool = False
     ) -> None:
         """`quiet`: only the files are written."""
-        self._leads, self._steps, self._path, self._unwritten = leads, steps, folder / FILE, b""
-        if leads:
+        self._is_rank_zero, self._steps, self._path, self._unwritten = is_rank_zero, steps, folder / FILE, b""
+        if is_rank_zero:
             folder.mkdir(parents=True, exist_ok=True)
-        self._talks = leads and not quiet
-        self._board = _tensorboard(folder) if leads and tensorboard else None
+        self._talks = is_rank_zero and not quiet
+        self._board = _tensorboard(folder) if is_rank_zero and tensorboard else None
         self._last, self._shown = "", contextlib.ExitStack()
         self._bar: Bar | None = None
         if self._talks and on_terminal():
@@ -102,15 +102,15 @@ class Journal:
             left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
             self.say(f"{self._last}  {left} left")
 
-    def start(self, step: int, *, ranks: int, reason: str) -> None:
+    def start(self, step: int, *, world_size: int, reason: str) -> None:
         """Note that training begins or goes on here. What a lost start noted beyond this step is dropped."""
         if self._path.exists():
             self.rewind(step)
-        self.write({"kind": "start", "step": step, "ranks": ranks, "reason": reason})
+        self.write({"kind": "start", "step": step, "world_size": world_size, "reason": reason})
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add an entry to the file."""
-        if self._leads:
+        if self._is_rank_zero:
             self._add(json.dumps({**entry, "time": round(time.time(), 3)}) + "\n")
         if self._board is not None:
             for name, value in entry.items():
@@ -122,7 +122,7 @@ class Journal:
 
         Starts stay, and an entry says how far the dropped ones went.
         """
-        if not self._leads:
+        if not self._is_rank_zero:
             return
         noted = partial(entries, self._path.parent)
         reached, until = step, 0.0
@@ -142,7 +142,7 @@ class Journal:
                 while self._unwritten:
                     self._unwritten = self._unwritten[file.write(self._unwritten) :]
         except OSError as error:
-            notice(f"{self._path} is behind: {reason(error)}")
+            warning_once(f"{self._path} is behind: {reason(error)}")
 
     def close(self) -> None:
         """End all output."""

@@ -27,7 +27,7 @@ from freescale.embedding.sharder import PrioritizedEmbeddingCollection, Serve
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import deduplicate
 from freescale.errors import UsageError
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial
 from freescale.train.lanes import Lanes
@@ -73,7 +73,7 @@ class Pipeline(Generic[B]):
         features: Callable[[B], Sequence[KeyedJaggedTensor]] | None = None,
         device: torch.device | None = None,
         bubbles: Bubbles | None = None,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
         overlap: bool = True,
         transport: TransportConfig | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class Pipeline(Generic[B]):
         group = next(iter(self._collections.values())).env.process_group
         assert group is not None
         overlaps = overlap and group.size() > 1
-        world = around(group, self._device, deadline=deadline)
+        world = around(group, self._device, timeout=timeout)
         ways = choose(world, transport or TransportConfig(), deferred=overlaps)
         self._tables = ShardedTables(*_own_rows(self._collections), ways.urgent)
         _require_even(self._tables, group)
@@ -142,7 +142,7 @@ class Pipeline(Generic[B]):
         if flight.batch is not None:
             left = max(1, length_hint(self._loader) - steps)
             ended = ", ".join(map(str, given(flight.journey.route).exhausted))
-            notice(
+            warning_once(
                 f"pipeline: rank {self._rank} has at least {left} batches left that are not trained on, "
                 f"since the loaders of these ranks ended after step {steps}: {ended}"
             )

@@ -47,13 +47,13 @@ class _Keys(NamedTuple):
 
 def predict(saved: Saved, folder: Path, *, count: int) -> Predicted:
     """Write up to `count` items and their scores for each user of this rank."""
-    world, data = saved.world, replace(saved.config.data, split="none", global_batch=SAMPLES * saved.world.ranks)
+    world, data = saved.world, replace(saved.config.data, split="none", global_batch=SAMPLES * saved.world.world_size)
     if folder.exists() and any(folder.glob("*.parquet")):
         what = "there are predictions in this folder already"
         raise UsageError(what, where=str(folder), remedy="choose another folder")
     world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
-    loader = Loader(data, seed=saved.config.seed, rank=world.rank, ranks=world.ranks)
+    loader = Loader(data, seed=saved.config.seed, rank=world.rank, world_size=world.world_size)
     keys = _Keys.of(Path(data.path))
     users = short = 0
     with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", keys.schema()) as writer:

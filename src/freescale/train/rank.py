@@ -51,7 +51,7 @@ def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> d
     """Normalised entropy and AUC of each task over the batches of all ranks, any of which may hold nothing."""
     labels = ranker.model.labels
     setting: dict[str, Any] = {
-        "world_size": world.ranks,
+        "world_size": world.world_size,
         "my_rank": world.rank,
         "batch_size": 1,  # only compared with the window; batches are as they come
         "window_size": _WINDOW,

@@ -18,11 +18,11 @@ from freescale import config as configs
 from freescale.checkpoint import store
 from freescale.checkpoint.listing import require_start
 from freescale.errors import INTERRUPTED, UsageError
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.progress import progress
 from freescale.train.build import build
 from freescale.train.saving import Parts
-from freescale.transport.world import World, generation, leave
+from freescale.transport.world import World, leave, restart_count
 
 
 def train(
@@ -37,7 +37,7 @@ def train(
 ) -> int:
     """Train a config in a folder; gives the exit code of the command."""
     newest = store.newest(folder / "checkpoints", world.transport)
-    again = generation() > 0
+    again = restart_count() > 0
     if not again:
         require_start(folder, newest, resume=resume)
     with progress("building the model"):
@@ -46,7 +46,7 @@ def train(
         trainer.saving.resume(partial(_compare, trainer.parts, accept_changes=accept_changes))
     elif again:
         trainer.saving.go_on("there is no checkpoint yet: training begins again")
-    if world.leads:
+    if world.is_rank_zero:
         _save_config(config, folder / "config.toml", step=trainer.at.done)
         _link(folder)
     finished = trainer.fit()
@@ -58,8 +58,8 @@ def train(
 def _compare(parts: Parts, checkpoint: Path, facts: Mapping[str, Any], *, accept_changes: bool) -> None:
     """Say what differs from the config that a checkpoint was trained with; refuse what would change the result."""
     changes = configs.differences(configs.parse(facts["config"], where=str(checkpoint)), parts.config)
-    if parts.world.leads and changes:
-        notice(f"resuming with a changed config: {', '.join(map(str, changes))}")
+    if parts.world.is_rank_zero and changes:
+        warning_once(f"resuming with a changed config: {', '.join(map(str, changes))}")
     changed = [str(change) for change in changes if change.changes_result]
     if "data" in facts and parts.data.contents != facts["data"]["contents"]:
         changed.append(f"the contents of {parts.config.data.path}")

@@ -45,8 +45,8 @@ def config_of(run: Path, data: str | None = None) -> configs.RunConfig:
 def open_run(run: Path, config: configs.RunConfig, world: World) -> Saved:
     """Read the newest complete checkpoint of a run, whatever number of ranks wrote it."""
     newest = require_complete(run)
-    loader = Loader(config.data, seed=config.seed, rank=world.rank, ranks=world.ranks)
+    loader = Loader(config.data, seed=config.seed, rank=world.rank, world_size=world.world_size)
     require_recorded(store.read_facts(newest).get("data"), loader.identity, where=config.data.path)
     assembly = assemble(config, world, model_of(config, items=loader.known.rows))
-    parts = state.of_model(assembly.network, assembly.tables, rank=world.rank, ranks=world.ranks)
+    parts = state.of_model(assembly.network, assembly.tables, rank=world.rank, world_size=world.world_size)
     return Saved(config, world, assembly, loader.known.items, store.load(newest, parts)["step"])

@@ -20,12 +20,12 @@ from freescale.config import RunConfig, to_toml
 from freescale.data.identity import DataIdentity, require_recorded
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.train.interval import Interval
 from freescale.train.journal import Journal
 from freescale.train.network import Network
 from freescale.train.step import Step
-from freescale.transport.world import World, apart, generation
+from freescale.transport.world import World, apart, restart_count
 
 _FITS, _DAMAGED, _OF_ANOTHER = range(3)
 Review = Callable[[Path, dict[str, Any]], None]
@@ -72,7 +72,7 @@ class Saving:
 
     def __init__(self, parts: Parts, at: Progress, folder: Path, journal: Journal) -> None:
         self._parts, self._at, self._journal, self._train = parts, at, journal, parts.config.train
-        transport = apart(deadline=self._train.deadline)  # since training and saving go on at once
+        transport = apart(timeout=self._train.timeout)  # since training and saving go on at once
         self._store = store.Store(folder / "checkpoints", keep=self._train.keep, transport=transport)
         self._interval = Interval(hours_between_failures=self._train.hours_between_failures)
         self._last = self._next = 0
@@ -107,8 +107,8 @@ class Saving:
         try:
             self._store.wait()
         except CheckpointError as error:
-            if error.__cause__ is not None or self._parts.world.leads:
-                notice(f"{error}\n  training goes on, and the next checkpoint will be tried")
+            if error.__cause__ is not None or self._parts.world.is_rank_zero:
+                warning_once(f"{error}\n  training goes on, and the next checkpoint will be tried")
 
     def close(self) -> None:
         """Finish saving."""
@@ -130,13 +130,13 @@ class Saving:
             if worst == _OF_ANOTHER:
                 raise error or CheckpointError(f"another rank says that {newest} does not fit this run")
             if error is not None:
-                notice(str(error))
-            if self._parts.world.leads:
+                warning_once(str(error))
+            if self._parts.world.is_rank_zero:
                 self._journal.say(f"{newest} is damaged and set aside: the one before it is taken")
                 store.set_aside(newest)
         remedy = "start anew with another --out; what was damaged is still there"
         # Ranks that were restarted begin again from nothing. For a user who asked to resume, that would be a surprise.
-        kind = CheckpointError if generation() else MismatchError
+        kind = CheckpointError if restart_count() else MismatchError
         raise kind("there is no checkpoint that can be read", where=str(self._store.folder), remedy=remedy)
 
     def note_recovery(self) -> None:
@@ -146,7 +146,7 @@ class Saving:
             return
         self._interval.failed()
         why, seconds = os.environ.get("FREESCALE_LOST", ""), time.time() - lost_at
-        entry = {"kind": "recovery", "step": self._at.done, "generation": generation()}
+        entry = {"kind": "recovery", "step": self._at.done, "generation": restart_count()}
         self._journal.write(entry | {"why": why, "seconds": seconds})
         self._journal.say(f"recovered in {seconds:.1f} s: {why}")
 
@@ -162,10 +162,10 @@ class Saving:
             require_recorded(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
             if review is not None:
                 review(checkpoint, facts)
-            if facts["ranks"] != self._parts.world.ranks:
+            if facts["ranks"] != self._parts.world.world_size:
                 del tensors[self._generator]
-                told = f"resumed on {self._parts.world.ranks} ranks what {facts['ranks']} wrote"
-                notice(f"{told}: torch's own generators start anew")
+                told = f"resumed on {self._parts.world.world_size} ranks what {facts['ranks']} wrote"
+                warning_once(f"{told}: torch's own generators start anew")
             store.load(checkpoint, tensors)
             self._take(facts)
         except CheckpointError as error:
@@ -194,7 +194,7 @@ class Saving:
 
     def _tensors(self) -> dict[str, Part]:
         parts, rank = self._parts, self._parts.world.rank
-        model = state.of_model(parts.network, parts.tables, rank=rank, ranks=parts.world.ranks)
+        model = state.of_model(parts.network, parts.tables, rank=rank, world_size=parts.world.world_size)
         return model | state.of_optimizer(parts.network, parts.optimizer) | state.of_generator(rank)
 
     def _facts(self) -> dict[str, object]:

@@ -4,6 +4,7 @@ Each check is a function whose docstring says what it proves. It gives why it is
 raises when what it promises does not hold. All ranks run all checks together.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.data.sources import synthetic
 from freescale.errors import reason
-from freescale.log import heard_by
+from freescale.log import handled_by
 from freescale.models.attention.measure import Problem, errors
 from freescale.progress import track
 from freescale.transport.choose import WAYS, Ways
@@ -76,14 +77,14 @@ class Selftest:
         """Uneven exchanges of every dtype, zeros among them, bring each row to the rank that it was meant for."""
         if way in self._ways.impossible:
             return self._ways.impossible[way]
-        transport, rank, ranks = self._ways.make(way), self._world.rank, self._world.ranks
+        transport, rank, world_size = self._ways.make(way), self._world.rank, self._world.world_size
         wrong = []  # said at the end, so that no rank waits for another one
         for number in range(_EXCHANGES):
-            splits = np.random.default_rng(number).integers(0, 2000, (ranks, ranks)) * (number % 3)
-            mine = torch.cat([self._rows(splits, number, rank, to) for to in range(ranks)])
+            splits = np.random.default_rng(number).integers(0, 2000, (world_size, world_size)) * (number % 3)
+            mine = torch.cat([self._rows(splits, number, rank, to) for to in range(world_size)])
             send, receive = splits[rank].tolist(), splits[:, rank].tolist()
             got = transport.all_to_all(mine, send, receive, name=f"exchange {number} by {way}").wait()
-            expected = torch.cat([self._rows(splits, number, source, rank) for source in range(ranks)])
+            expected = torch.cat([self._rows(splits, number, source, rank) for source in range(world_size)])
             wrong += [] if torch.equal(got, expected) else [number]
         _require(not wrong, f"{len(wrong)} of {_EXCHANGES} exchanges brought other rows than were sent")
         return ""
@@ -94,7 +95,7 @@ class Selftest:
 
     def _prioritized(self, way: str) -> str:
         """Rows that travel behind compute teach bitwise what rows that are waited for teach."""
-        if self._world.ranks == 1:
+        if self._world.world_size == 1:
             return "one rank has nobody to exchange rows with"
         if way in self._ways.impossible:
             return self._ways.impossible[way]
@@ -110,7 +111,7 @@ class Selftest:
 
     def _balanced(self) -> str:
         """Samples that move between ranks teach what samples that stay teach, to rounding in fp64."""
-        if self._world.ranks == 1:
+        if self._world.world_size == 1:
             return "one rank has nobody to balance with"
         config = replace(self._config(), train=replace(self._config().train, precision="fp64"))
         stay, move = (replace(config, balance=replace(config.balance, mode=mode)) for mode in ("off", "on"))
@@ -136,7 +137,7 @@ class Selftest:
         from freescale.transport.copy_engine import kernels_of
 
         transport = self._ways.make("copy_engine")
-        counts = [1 << 20] * self._world.ranks
+        counts = [1 << 20] * self._world.world_size
         rows = torch.zeros(sum(counts), device=self._world.device)
         found = kernels_of(lambda: transport.all_to_all(rows, counts, counts, name="profiled").wait())
         _require(not found, f"fell back to kernels: {', '.join(found)}")
@@ -148,24 +149,20 @@ class Selftest:
             model=ModelConfig(dim=16, layers=1, heads=1),
             task=TaskConfig(negatives=8),
             transport=TransportConfig(urgent="c10d", deferred="c10d"),
-            train=TrainConfig(max_steps=_STEPS, lr=0.01, deadline=self._world.transport.deadline),
+            train=TrainConfig(max_steps=_STEPS, lr=0.01, timeout=self._world.transport.timeout),
         )
 
     def _learnt(self, config: RunConfig) -> dict[str, Tensor]:
         """Dense weights and own rows after a few steps."""
         from freescale.train.build import build  # torchrec takes seconds to import
 
-        with tempfile.TemporaryDirectory() as folder, heard_by(_nobody):
+        with tempfile.TemporaryDirectory() as folder, handled_by(logging.NullHandler()):
             trainer = build(config, self._world, Path(folder), quiet=True)
             trainer.fit()
             trainer.close()
             tables = trainer.parts.tables
             rows = {} if tables is None else tables.shard.state()
             return {name: value.clone() for name, value in (trainer.parts.network.state_dict() | rows).items()}
-
-
-def _nobody(_text: str) -> None:
-    """Hear what a training says that is only a check."""
 
 
 def _require(holds: bool, text: str) -> None:

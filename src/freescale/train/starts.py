@@ -16,7 +16,7 @@ class Start:
 
     step: int
     """Steps that were done before."""
-    ranks: int
+    world_size: int
     """0 where the journal does not say."""
     reason: str
     began: float
@@ -38,8 +38,8 @@ def starts_of(noted: Iterable[Mapping[str, Any]]) -> list[Start]:
     for entry in noted:
         step, at = entry["step"], _time(entry)
         if entry["kind"] == "start":
-            ranks, reason = int(figure(entry, "ranks", 0)), str(entry.get("reason", ""))
-            found.append(Start(step, ranks, reason, at, at, step))
+            world_size, reason = int(figure(entry, "world_size", 0)), str(entry.get("reason", ""))
+            found.append(Start(step, world_size, reason, at, at, step))
             continue
         if not found:
             found.append(Start(0, 0, "", 0.0, 0.0, 0))

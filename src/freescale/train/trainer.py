@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from freescale.data.batch import Batch
-from freescale.log import notice
+from freescale.log import info_once
 from freescale.train import rates
 from freescale.train.journal import Journal
 from freescale.train.loss_terms import LossTerms
@@ -19,7 +19,7 @@ from freescale.train.meter import Meter
 from freescale.train.numbers import Fault, Faults, gathered
 from freescale.train.saving import Parts, Progress, Saving
 from freescale.train.step import Flight, Rates
-from freescale.transport.world import generation
+from freescale.transport.world import restart_count
 
 _SAME_CTRL_C = 2.0
 
@@ -41,10 +41,10 @@ class Trainer:
     def fit(self) -> bool:
         """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
         self._journal.say(self._length())
-        if self.at.done >= self.parts.steps and self.parts.world.leads:
+        if self.at.done >= self.parts.steps and self.parts.world.is_rank_zero:
             ended = f"the run is finished at step {self.at.done}, and nothing is left to train"
-            notice(f"{ended}; raise train.epochs or train.max_steps to continue")
-        self._journal.start(self.at.done, ranks=self.parts.world.ranks, reason=self._start_reason())
+            info_once(f"{ended}; raise train.epochs or train.max_steps to continue")
+        self._journal.start(self.at.done, world_size=self.parts.world.world_size, reason=self._start_reason())
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
@@ -73,7 +73,7 @@ class Trainer:
 
     def _start_reason(self) -> str:
         """Why training begins or goes on here, for the journal."""
-        if generation():
+        if restart_count():
             return os.environ.get("FREESCALE_LOST", "restarted by the launcher")
         return "resumed" if self.at.done else "new run"
 
@@ -174,7 +174,7 @@ class Trainer:
         if self.at.done % self._train.log_every and self.at.done != self.parts.steps:
             return
         taken, world = self._meter.take(), self.parts.world
-        chosen = self.saving.choice(taken.seconds_per_step) if world.leads else 0
+        chosen = self.saving.choice(taken.seconds_per_step) if world.is_rank_zero else 0
         values = torch.tensor([*taken.sums, chosen], dtype=torch.float64, device=world.device)
         *sums, agreed = world.transport.all_reduce(values, name="progress").wait().tolist()
         self.saving.agree(int(agreed))

@@ -22,9 +22,9 @@ _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 class C10d:
     """Collectives of one process group. Operations are named, because errors name them."""
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, deadline: float = 600.0) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, timeout: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
-        self.deadline, self.group = deadline, group
+        self.timeout, self.group = timeout, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self._watcher: Watcher | None = None
         self._under_way: dict[dist.Work, tuple[float, int]] = {}
@@ -47,7 +47,7 @@ class C10d:
     def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
-        parts = [torch.empty_like(values) for _ in range(self.peers.ranks)]
+        parts = [torch.empty_like(values) for _ in range(self.peers.world_size)]
         begin = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
 

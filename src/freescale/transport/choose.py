@@ -70,17 +70,17 @@ class Ways:
         group = self._world.transport if urgent is None else beside(self._world.transport)
         copies = Copies()
         if way == "host_staged" and self._world.device.type != "cpu":
-            group, copies = apart(deadline=group.deadline), OnStream(self._world.device)
+            group, copies = apart(timeout=group.timeout), OnStream(self._world.device)
         # What gives way is cut into pieces. What is urgent is so only where it has to pass through the host.
         cut = urgent is not None or way == "host_staged"
         whole: C10d | Pieces = Pieces(group, urgent=urgent, copies=copies) if cut else group
         name = str(next(_memories))
         if way == "shared_memory":
-            return OneSided(SharedMemory(group.peers, self._near, name=name, deadline=group.deadline), whole)
+            return OneSided(SharedMemory(group.peers, self._near, name=name, timeout=group.timeout), whole)
         if way == "copy_engine":
             from freescale.transport.copy_engine import CopyEngine
 
-            return OneSided(CopyEngine(self._world.group, group.peers, name=name, deadline=group.deadline), whole)
+            return OneSided(CopyEngine(self._world.group, group.peers, name=name, timeout=group.timeout), whole)
         return whole
 
     def _why_not(self, way: str, hosts: Sequence[int]) -> str:
@@ -105,7 +105,7 @@ def choose(world: World, config: TransportConfig, *, deferred: bool, sent_bytes:
 
     `sent_bytes`: what a rank sends in a transfer, roughly; it is what the ways are measured with.
     """
-    if world.ranks == 1:
+    if world.world_size == 1:
         return Chosen(world.transport, None, [])
     ways = Ways(world)
     asked = {"urgent": config.urgent} | ({"deferred": config.deferred} if deferred else {})
@@ -119,17 +119,17 @@ def choose(world: World, config: TransportConfig, *, deferred: bool, sent_bytes:
     return Chosen(urgent, ways.make(picked["deferred"], urgent=urgent), why, picked["deferred"])
 
 
-def for_samples(way: str, *, deadline: float) -> tuple[Transport, NDArray[np.int64]]:
+def for_samples(way: str, *, timeout: float) -> tuple[Transport, NDArray[np.int64]]:
     """What moves samples, beside all else, and the host of each rank. All ranks must come.
 
     Samples are in memory of the hosts, wherever the model is: they take shared memory if that is the way of rows.
     """
-    group = apart(deadline=deadline)
+    group = apart(timeout=timeout)
     hosts = hosts_of(group)
     if way != "shared_memory":
         return group, hosts
     near = np.flatnonzero(hosts == hosts[group.peers.rank]).tolist()
-    memory = SharedMemory(group.peers, near, name=str(next(_memories)), deadline=deadline)
+    memory = SharedMemory(group.peers, near, name=str(next(_memories)), timeout=timeout)
     return OneSided(memory, group), hosts
 
 

@@ -31,9 +31,9 @@ _NOT_KERNELS = ("memcpy", "memset", "signal")
 class CopyEngine:
     """Room in memory of the GPUs of a group, all of which must come here. Use one per lane: signals are its own."""
 
-    def __init__(self, group: dist.ProcessGroup, peers: Peers, *, name: str, deadline: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, peers: Peers, *, name: str, timeout: float) -> None:
         self.ranks = list(range(group.size()))
-        self._timeout_ms = int(deadline * 1e3)
+        self._timeout_ms = int(timeout * 1e3)
         self._device = torch.device("cuda", torch.cuda.current_device())
         # Of torch's backends only this one has signals between any two ranks that do what they say.
         symmetric.set_backend("CUDA")
@@ -43,7 +43,7 @@ class CopyEngine:
         self._leased: dict[int, int] = {}
         """First and last byte of what is in use."""
         self._offers: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
-        self._links = Links(peers, self.ranks, name=name, deadline=deadline, hear=self._hear)
+        self._links = Links(peers, self.ranks, name=name, timeout=timeout, hear=self._hear)
 
     def room(self, like: Tensor, rows: int) -> Tensor:
         """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
@@ -78,7 +78,7 @@ class CopyEngine:
         self._shared.put_signal(peer, _FILLED, self._timeout_ms)
 
     def wait(self, peer: int, *, until: float) -> None:  # noqa: ARG002
-        """Let what is asked for next wait for a peer. The device gives up at the deadline of this memory."""
+        """Let what is asked for next wait for a peer. The device gives up at the timeout of this memory."""
         self._shared.wait_signal(peer, _FILLED, self._timeout_ms)
 
     def moving(self) -> AbstractContextManager[object]:

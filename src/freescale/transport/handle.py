@@ -1,6 +1,6 @@
 """A transfer under way, and what is said when it does not arrive.
 
-Nothing in FreeScale waits without a deadline. A wait that fails says which operation, on which rank, and which peers
+Nothing in FreeScale waits without a timeout. A wait that fails says which operation, on which rank, and which peers
 did not answer when asked. Asking costs nothing until something has failed: every rank whose wait failed signs a list in
 the store; who still waits looks there now and then, gives up too and signs; and after a moment of grace whoever has not
 signed is named.
@@ -32,7 +32,7 @@ class Peers:
     """Who takes part in a transfer, and how to ask who is still there."""
 
     rank: int
-    ranks: int
+    world_size: int
     store: dist.Store
 
     def require_all(self) -> None:
@@ -42,7 +42,7 @@ class Peers:
 
     def silent(self) -> list[int]:
         """Sign the list of those whose wait failed, give the others a moment, and name who did not sign."""
-        keys = [f"{_FAILED}/{rank}" for rank in range(self.ranks)]
+        keys = [f"{_FAILED}/{rank}" for rank in range(self.world_size)]
         for key in (_FAILED, keys[self.rank]):
             self.store.set(key, "1")
         until = time.monotonic() + _GRACE_SECONDS
@@ -67,7 +67,7 @@ class Peers:
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
         except RuntimeError:
             who = "the store does not answer, so its host is probably gone"
-        what = f"{operation} failed on rank {self.rank} of {self.ranks}: {who}"
+        what = f"{operation} failed on rank {self.rank} of {self.world_size}: {who}"
         remedy = "look at the logs of those ranks; the run can be resumed from its newest checkpoint"
         return TransportError(what, where=reason(error), remedy=remedy)
 
@@ -116,7 +116,7 @@ class Transport(Protocol):
     """What moves rows between ranks, whichever way."""
 
     peers: Peers
-    deadline: float
+    timeout: float
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell somebody of every transfer that begins."""
@@ -126,8 +126,8 @@ class Transport(Protocol):
 
     def all_gather(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
-        once = [1] * self.peers.ranks
-        return self.all_to_all(values.expand(self.peers.ranks, *values.shape), once, once, name=name)
+        once = [1] * self.peers.world_size
+        return self.all_to_all(values.expand(self.peers.world_size, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
         """Add up values over all ranks, in place."""
@@ -153,7 +153,7 @@ class Landed(Generic[T]):
 
 @dataclass(frozen=True)
 class Handle(Generic[T]):
-    """What a transfer will give. `wait` returns it, or fails by the deadline of what moves it."""
+    """What a transfer will give. `wait` returns it, or fails by the timeout of what moves it."""
 
     operation: str
     transport: Transport
@@ -167,7 +167,7 @@ class Handle(Generic[T]):
         if self.flight is not None:
             self.flight.waits()
         with self.transport.peers.during(self.operation):
-            self.ends(self.transport.deadline)
+            self.ends(self.transport.timeout)
         if self.flight is not None:
             self.flight.landed()
         return self.finish()

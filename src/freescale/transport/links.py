@@ -36,9 +36,9 @@ class Links:
     """A socket to every other of some ranks of a host. All of them must come here, once per `name`."""
 
     def __init__(
-        self, peers: Peers, ranks: Sequence[int], *, name: str, deadline: float, hear: Callable[[Message], None]
+        self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float, hear: Callable[[Message], None]
     ) -> None:
-        self._sockets = _Meeting(peers, ranks, name=name, deadline=deadline).sockets
+        self._sockets = _Meeting(peers, ranks, name=name, timeout=timeout).sockets
         self._peers, self._hear = peers, hear
         self._said_goodbye: set[int] = set()
         self._left: set[int] = set()
@@ -106,9 +106,9 @@ def _say_goodbye(sockets: Mapping[int, socket.socket]) -> None:
 class _Meeting:
     """Every rank connects with every other, once."""
 
-    def __init__(self, peers: Peers, ranks: Sequence[int], *, name: str, deadline: float) -> None:
+    def __init__(self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float) -> None:
         self.sockets: dict[int, socket.socket] = {}
-        self._peers, self._until = peers, time.monotonic() + deadline
+        self._peers, self._until = peers, time.monotonic() + timeout
         self._keys = {rank: f"freescale/shared memory/{name}/{rank}" for rank in ranks}
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         with _socket() as door, peers.during("sharing memory"):
@@ -121,7 +121,7 @@ class _Meeting:
             while len(self.sockets) < len(ranks) - 1:
                 self._let_in(door)
         for link in self.sockets.values():
-            link.settimeout(deadline)
+            link.settimeout(timeout)
 
     def _visit(self, peer: int) -> None:
         """Go to a rank below, and show what only ranks of this run can know."""

@@ -63,10 +63,10 @@ class OneSided(Transport):
     """
 
     def __init__(self, memory: SymmetricMemory, beyond: C10d | Pieces) -> None:
-        self.peers, self.deadline = beyond.peers, beyond.deadline
+        self.peers, self.timeout = beyond.peers, beyond.timeout
         self._watcher: Watcher | None = None
         self._memory, self._beyond = memory, beyond
-        self._is_near = [rank in memory.ranks for rank in range(self.peers.ranks)]
+        self._is_near = [rank in memory.ranks for rank in range(self.peers.world_size)]
         place = memory.ranks.index(self.peers.rank)
         self._near = [*memory.ranks[place + 1 :], *memory.ranks[:place]]
         """The others; each rank begins with the one behind it, so that not all fall upon one."""

@@ -37,7 +37,7 @@ class Pieces(Transport):
     """Transfers of a group, piece by piece. One has ended when the call that begins it returns."""
 
     def __init__(self, transport: C10d, *, urgent: Transport | None = None, copies: Copies | None = None) -> None:
-        self.peers, self.deadline = transport.peers, transport.deadline
+        self.peers, self.timeout = transport.peers, transport.timeout
         self._transport, self._urgent = transport, urgent
         self._staging = Staging(copies or Copies())
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
@@ -52,9 +52,9 @@ class Pieces(Transport):
         going, coming = self._cut(rows, send), self._cut(out, receive)
         own = max(len(going), len(coming))
         # With its first piece a rank tells all others how many it has; whoever has fewer takes part in the rest.
-        told, heard = (torch.full((self.peers.ranks,), own, device=rows.device) for _ in range(2))
+        told, heard = (torch.full((self.peers.world_size,), own, device=rows.device) for _ in range(2))
         going[0], coming[0] = going[0].telling(told), coming[0].telling(heard)
-        nothing = _Piece([[] for _ in range(self.peers.ranks)])
+        nothing = _Piece([[] for _ in range(self.peers.world_size)])
         self._staging.copies.begin()
         going, coming = ([*some, *[nothing] * (own - len(some))] for some in (going, coming))
         self._exchange(going, coming, name)
@@ -74,7 +74,7 @@ class Pieces(Transport):
 
     def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_Piece"]:
         """What goes to each rank, or comes from it, in pieces of which each holds some of every rank's."""
-        size = (LARGE_PIECE_BYTES if self._urgent is None else PIECE_BYTES)[rows.device.type] // self.peers.ranks
+        size = (LARGE_PIECE_BYTES if self._urgent is None else PIECE_BYTES)[rows.device.type] // self.peers.world_size
         parts = [as_bytes(part) for part in rows.contiguous().split(list(counts))]
         # Both ends of a pair find the same cuts, whatever they have for others.
         cuts = [part.split(max(1, size, -(-len(part) // _MOST))) for part in parts]
@@ -110,7 +110,7 @@ class Pieces(Transport):
 
     def _give_way(self) -> None:
         """Wait until nothing urgent is moving. What never ends is for those to report who wait for it."""
-        until, rate = time.monotonic() + self.deadline, max(self._rates, default=0.0)
+        until, rate = time.monotonic() + self.timeout, max(self._rates, default=0.0)
         while self._urgent is not None and self._urgent.busy(rate) and time.monotonic() < until:
             time.sleep(_LOOK_AGAIN_SECONDS)
 

@@ -72,8 +72,8 @@ class Compute:
 
 def _transfer(transport: Transport, size: int, device: torch.device) -> Callable[[], None]:
     """An even exchange in which this rank sends so many bytes."""
-    ranks = transport.peers.ranks
-    counts = [max(1, size // ranks)] * ranks
+    world_size = transport.peers.world_size
+    counts = [max(1, size // world_size)] * world_size
     rows = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
 
     def once() -> None:

@@ -36,7 +36,7 @@ class _Block(NamedTuple):
 class SharedMemory:
     """Blocks of memory that some ranks of a host map. All of them must come here, once per `name`."""
 
-    def __init__(self, peers: Peers, ranks: Sequence[int], *, name: str, deadline: float) -> None:
+    def __init__(self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float) -> None:
         self.ranks = list(ranks)
         self._made = 0
         self._free: defaultdict[int, list[_Block]] = defaultdict(list)
@@ -47,7 +47,7 @@ class SharedMemory:
         """Blocks of peers."""
         self._offers: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._filled: Counter[int] = Counter()
-        self._links = Links(peers, ranks, name=name, deadline=deadline, hear=self._hear)
+        self._links = Links(peers, ranks, name=name, timeout=timeout, hear=self._hear)
 
     def room(self, like: Tensor, rows: int) -> Tensor:
         """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
-from freescale.log import failure, notice
+from freescale.log import logger, warning_once
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import LOOK_SECONDS, Peers
 
 _SLACK_SECONDS = 1.0
-"""Beyond the deadline, for those who keep it by themselves."""
+"""Beyond the timeout, for those who keep it by themselves."""
 
 
 @dataclass(frozen=True)
@@ -31,75 +31,79 @@ class World:
     """The processes of a run, seen from one of them."""
 
     rank: int
-    ranks: int
+    world_size: int
     device: torch.device
     group: dist.ProcessGroup
     transport: C10d
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process speaks for all."""
         return self.rank == 0
 
 
-def generation() -> int:
+def restart_count() -> int:
     """How often a launcher has started these ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def name_in_store(generation: int) -> str:
+def name_in_store(restart_count: int) -> str:
     """Under which ranks of a generation leave what they tell each other."""
-    return f"freescale/{generation}"
+    return f"freescale/{restart_count}"
 
 
-def join(*, deadline: float, device: Literal["cpu", "cuda"] | None = None) -> World:
+def join(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) -> World:
     """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
 
     Without a device it is the GPU, where there is one.
     """
-    rank, ranks, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
+    rank, world_size, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
     else:
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local)
-    store: dist.Store = dist.HashStore() if ranks == 1 else _store(rank, ranks, deadline)
+    store: dist.Store = dist.HashStore() if world_size == 1 else _store(rank, world_size, timeout)
     backend = "nccl" if place.type == "cuda" else "gloo"
-    with _in_time(Peers(rank, ranks, store), "joining the group", deadline):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline))
+    with _in_time(Peers(rank, world_size, store), "joining the group", timeout):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
     group = _world_group()
-    return World(rank, ranks, place, group, C10d(group, store, deadline=deadline))
+    return World(rank, world_size, place, group, C10d(group, store, timeout=timeout))
 
 
-def _share_cores(ranks: int, local: int) -> None:
+def _share_cores(world_size: int, local: int) -> None:
     """Give every rank of this host its share of the cores, unless the user says how many threads a rank has."""
     cores = len(os.sched_getaffinity(0))
-    if ranks > cores and local == 0:
-        notice(f"{ranks} ranks share {cores} cores of this host, so each step takes longer than with {cores} ranks")
-    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores // ranks))
+    if world_size > cores and local == 0:
+        warning_once(
+            f"{world_size} ranks share {cores} cores of this host, so each step takes longer than with {cores} ranks"
+        )
+    if world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores // world_size))
 
 
-def around(group: dist.ProcessGroup, device: torch.device, *, deadline: float) -> World:
+def around(group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> World:
     """The ranks of a group that somebody else made."""
     store = dist.distributed_c10d._get_default_store()
-    return World(group.rank(), group.size(), device, group, C10d(group, store, deadline=deadline))
+    return World(group.rank(), group.size(), device, group, C10d(group, store, timeout=timeout))
 
 
-def apart(*, deadline: float) -> C10d:
+def apart(*, timeout: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     store = dist.distributed_c10d._get_default_store()
-    return beside(C10d(_world_group(), store, deadline=deadline), backend="gloo")
+    return beside(C10d(_world_group(), store, timeout=timeout), backend="gloo")
 
 
 def beside(transport: C10d, *, backend: str | None = None) -> C10d:
     """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
-    ranks, deadline = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.deadline)
-    with _in_time(transport.peers, "opening a group", transport.deadline):
-        group = dist.new_group(ranks, timeout=deadline, backend=backend)
+    ranks, timeout = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.timeout)
+    with _in_time(transport.peers, "opening a group", transport.timeout):
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
-    return C10d(group, transport.peers.store, deadline=transport.deadline)
+    return C10d(group, transport.peers.store, timeout=transport.timeout)
 
 
 def _world_group() -> dist.ProcessGroup:
@@ -120,10 +124,10 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def _in_time(peers: Peers, operation: str, deadline: float) -> Iterator[None]:
+def _in_time(peers: Peers, operation: str, timeout: float) -> Iterator[None]:
     """Guard what connects ranks. If one dies amid it gloo may never end and cannot be stopped: the process ends."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(peers, operation, deadline, ended), daemon=True).start()
+    threading.Thread(target=_watch, args=(peers, operation, timeout, ended), daemon=True).start()
     with peers.during(operation):
         try:
             yield
@@ -131,9 +135,9 @@ def _in_time(peers: Peers, operation: str, deadline: float) -> Iterator[None]:
             ended.set()
 
 
-def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event) -> None:
-    """End the process if it is stuck after the deadline, or when another rank has given up."""
-    until = time.monotonic() + deadline + _SLACK_SECONDS
+def _watch(peers: Peers, operation: str, timeout: float, ended: threading.Event) -> None:
+    """End the process if it is stuck after the timeout, or when another rank has given up."""
+    until = time.monotonic() + timeout + _SLACK_SECONDS
     stuck: Exception | None = None
     while stuck is None:
         if ended.wait(LOOK_SECONDS):
@@ -147,7 +151,7 @@ def _watch(peers: Peers, operation: str, deadline: float, ended: threading.Event
     if ended.wait(LOOK_SECONDS / 2):  # it was about to fail by itself
         return
     error = peers.failure(operation, stuck)
-    failure(error)
+    logger.error("%s", error)
     os._exit(error.exit_code)
 
 
@@ -169,7 +173,7 @@ def _from_slurm() -> tuple[int, int, int]:
     return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_LOCALID"])
 
 
-def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
+def _store(rank: int, world_size: int, timeout: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "29500")
     if not host:
         remedy = "in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
@@ -177,9 +181,9 @@ def _store(rank: int, ranks: int, deadline: float) -> dist.Store:
     # torchrun's own store is there already, and then nobody here serves one.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, int(port), ranks, serves, timedelta(seconds=deadline), wait_for_workers=False)
+        store = dist.TCPStore(host, int(port), world_size, serves, timedelta(seconds=timeout), wait_for_workers=False)
     except RuntimeError as error:
-        what = f"rank {rank} of {ranks} cannot meet the others at {host}:{port}"
+        what = f"rank {rank} of {world_size} cannot meet the others at {host}:{port}"
         remedy = "see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port"
         raise TransportError(what, where=reason(error), remedy=remedy) from error
-    return dist.PrefixStore(name_in_store(generation()), store)
+    return dist.PrefixStore(name_in_store(restart_count()), store)

@@ -26,7 +26,7 @@ def assign(
     costs: ArrayLike,
     homes: ArrayLike,
     *,
-    ranks: int,
+    world_size: int,
     tokens: ArrayLike | None = None,
     max_tokens: int | None = None,
     speeds: ArrayLike | None = None,
@@ -43,9 +43,9 @@ def assign(
     """
     cost, home = np.asarray(costs, dtype=np.float64), np.asarray(homes, dtype=np.int64)
     token = np.ones(len(cost), dtype=np.int64) if tokens is None else np.asarray(tokens, dtype=np.int64)
-    speed = np.ones(ranks) if speeds is None else np.asarray(speeds, dtype=np.float64)
-    host = np.zeros(ranks, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
-    problem = _checked(Problem(cost, home, ranks, token, speed, host, max_tokens, equal_counts))
+    speed = np.ones(world_size) if speeds is None else np.asarray(speeds, dtype=np.float64)
+    host = np.zeros(world_size, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
+    problem = _checked(Problem(cost, home, world_size, token, speed, host, max_tokens, equal_counts))
     if strategy == "shed":
         found = _shed(problem, tolerance)
     else:
@@ -69,27 +69,33 @@ def _shed(problem: Problem, tolerance: float) -> list[Ints]:
 
 def _allowed(problem: Problem, rank: Ints) -> bool:
     """Whether a placement keeps to the rules."""
-    counts = np.bincount(rank, minlength=problem.ranks)
+    counts = np.bincount(rank, minlength=problem.world_size)
     fits = problem.max_tokens is None or problem.held(rank).max(initial=0) <= problem.max_tokens
     return bool(fits and (not problem.equal_counts or np.ptp(counts) <= 1))
 
 
 def _checked(problem: Problem) -> Problem:
     """Refuse what makes no sense; costs become whole numbers."""
-    costs, homes, ranks, tokens, limit = problem.costs, problem.homes, problem.ranks, problem.tokens, problem.max_tokens
+    costs, homes, world_size, tokens, limit = (
+        problem.costs,
+        problem.homes,
+        problem.world_size,
+        problem.tokens,
+        problem.max_tokens,
+    )
     for name in ("homes", "tokens"):
         found = len(getattr(problem, name))
         _require(found == len(costs), f"{name} has {found} entries for {len(costs)} samples")
     for name in ("speeds", "hosts"):
         found = len(getattr(problem, name))
-        _require(found == ranks, f"{name} has {found} entries for {ranks} ranks")
+        _require(found == world_size, f"{name} has {found} entries for {world_size} ranks")
     _require(bool(np.isfinite(costs).all() and (costs >= 0).all()), "costs must be finite and not negative")
-    _require(bool(((homes >= 0) & (homes < ranks)).all()), f"homes must be ranks from 0 to {ranks - 1}")
+    _require(bool(((homes >= 0) & (homes < world_size)).all()), f"homes must be ranks from 0 to {world_size - 1}")
     _require(bool((problem.speeds > 0).all()), "speeds must be above 0")
     if limit is not None:
         most, total = int(tokens.max(initial=0)), int(tokens.sum())
         _require(most <= limit, f"a sample of {most} tokens is larger than max_tokens = {limit}")
-        _require(total <= ranks * limit, f"{total} tokens do not fit on {ranks} ranks of {limit}")
+        _require(total <= world_size * limit, f"{total} tokens do not fit on {world_size} ranks of {limit}")
     largest = float(costs.max(initial=0.0))
     return replace(problem, costs=np.rint(costs * (_LARGEST / largest))) if largest > 0 else problem
 

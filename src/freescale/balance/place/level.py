@@ -23,13 +23,15 @@ def level(shelves: Shelves) -> Ints:
 
 
 def _hand_on_the_cheapest(shelves: Shelves) -> None:
-    ranks = shelves.problem.ranks
-    counts = np.bincount(shelves.rank, minlength=ranks)
-    each, over = divmod(len(shelves.rank), ranks)
-    wanted = np.full(ranks, each)
+    world_size = shelves.problem.world_size
+    counts = np.bincount(shelves.rank, minlength=world_size)
+    each, over = divmod(len(shelves.rank), world_size)
+    wanted = np.full(world_size, each)
     wanted[np.argsort(-counts, kind="stable")[:over]] += 1
-    given = [shelves.take(rank, 0) for rank in range(ranks) for _ in range(max(0, int(counts[rank] - wanted[rank])))]
-    lacking = {rank: int(wanted[rank] - counts[rank]) for rank in range(ranks) if wanted[rank] > counts[rank]}
+    given = [
+        shelves.take(rank, 0) for rank in range(world_size) for _ in range(max(0, int(counts[rank] - wanted[rank])))
+    ]
+    lacking = {rank: int(wanted[rank] - counts[rank]) for rank in range(world_size) if wanted[rank] > counts[rank]}
     roomy = [(-shelves.room[rank], rank) for rank in lacking]
     heapq.heapify(roomy)
     for sample in breathing(sorted(given, reverse=True)):
@@ -48,7 +50,7 @@ def _exchange(shelves: Shelves) -> None:
     heapq.heapify(over)
     heapq.heapify(roomy)
     cheapest: list[int] | None = None
-    for _ in breathing(range(_SWAPS_PER_RANK * shelves.problem.ranks)):
+    for _ in breathing(range(_SWAPS_PER_RANK * shelves.problem.world_size)):
         while over and (over[0][0] != room[over[0][1]] or room[over[0][1]] >= 0):
             heapq.heappop(over)
         if not over:
@@ -89,7 +91,7 @@ def _exchange_between(shelves: Shelves, full: int, free: int) -> set[int]:
 
 def _cheapest(shelves: Shelves) -> list[int]:
     """The cheapest samples of all: as many as a few ranks hold."""
-    few = min(len(shelves.rank), 4 * (len(shelves.rank) // shelves.problem.ranks + 1))
+    few = min(len(shelves.rank), 4 * (len(shelves.rank) // shelves.problem.world_size + 1))
     return np.argsort(shelves.problem.costs, kind="stable")[:few].tolist()
 
 

@@ -19,7 +19,7 @@ class Problem:
     """Whole numbers below 2^30: sums of them are exact, so that every machine plans the same to the last bit."""
     homes: Ints
     """The rank that each sample is on."""
-    ranks: int
+    world_size: int
     tokens: Ints
     """What moving a sample moves."""
     speeds: Floats
@@ -42,17 +42,17 @@ class Problem:
             return 0.0
         beside = 0.0
         if self.equal_counts:
-            company = len(self.costs) // self.ranks - 1
+            company = len(self.costs) // self.world_size - 1
             beside = float(np.sort(self.costs)[: max(0, company)].sum())
         return max(self.even, (float(self.costs.max()) + beside) / float(self.speeds.max()))
 
     def times(self, rank: Ints) -> Floats:
         """How long each rank computes, if samples are placed so."""
-        return np.bincount(rank, weights=self.costs, minlength=self.ranks) / self.speeds
+        return np.bincount(rank, weights=self.costs, minlength=self.world_size) / self.speeds
 
     def held(self, rank: Ints) -> Floats:
         """Tokens of each rank, if samples are placed so."""
-        return np.bincount(rank, weights=self.tokens, minlength=self.ranks).astype(np.float64)
+        return np.bincount(rank, weights=self.tokens, minlength=self.world_size).astype(np.float64)
 
 
 class Placement(NamedTuple):

@@ -52,9 +52,11 @@ class Shelves:
         self.space = None if cap is None else (cap - problem.held(self.rank)).tolist()
         """Tokens that each rank can still hold, where that is limited."""
         by_cost = np.argsort(problem.costs, kind="stable")
-        narrow = problem.homes[by_cost].astype(np.min_scalar_type(problem.ranks))  # small numbers are sorted faster
+        narrow = problem.homes[by_cost].astype(
+            np.min_scalar_type(problem.world_size)
+        )  # small numbers are sorted faster
         self._order = by_cost[np.argsort(narrow, kind="stable")]
-        self._ends = [0, *np.cumsum(np.bincount(problem.homes, minlength=problem.ranks)).tolist()]
+        self._ends = [0, *np.cumsum(np.bincount(problem.homes, minlength=problem.world_size)).tolist()]
         self._held: dict[int, tuple[list[float], list[int]]] = {}
 
     def held(self, rank: int) -> tuple[list[float], list[int]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer, joined
 from freescale.errors import DataError, reason
-from freescale.log import notice
+from freescale.log import warning_once
 
 _READ = re.compile(r"kernel|gpu_memcpy|gpu_memset|(gpu_)?user_annotation|cpu_op|\w+_runtime|\w+_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -138,7 +138,7 @@ class _Reading:
         marks = [(_STEP.match(event.name), event) for event in self._of["user_annotation"]]
         self._steps = {int(match[1]): (event.begin, event.end) for match, event in marks if match}
         if not self._steps:
-            notice("no ProfilerStep in a trace: all of it is taken as one step")
+            warning_once("no ProfilerStep in a trace: all of it is taken as one step")
             self._steps = {0: (min(e.begin for e in events), max(e.end for e in events))}
 
     def rank(self) -> TracedRank:

@@ -11,7 +11,7 @@ from statistics import median_low
 from freescale.bubbles.events import RankStep
 from freescale.bubbles.kineto.trace import TracedRank, read_trace
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.progress import track
 
 _ENDS_TOGETHER = ("allreduce", "reducescatter", "allgather", "alltoall", "barrier")
@@ -44,7 +44,9 @@ def read(folder: Path) -> Traces:
         on_all = set.intersection(*({t.name for t in step.transfers} for step in steps[-1]))
         lacking |= {name for name in names - on_all if " of rank " not in name}
     if lacking:
-        notice(f"some ranks lack collectives of others ('{min(lacking)}'): the last to arrive is the last that has it")
+        warning_once(
+            f"some ranks lack collectives of others ('{min(lacking)}'): the last arrival is that of those who have it"
+        )
     return Traces(steps, bound)
 
 
@@ -69,7 +71,7 @@ def _common_steps(ranks: Sequence[TracedRank], folder: Path) -> list[int]:
         remedy = "profile the same steps on all ranks"
         raise DataError("no step is in the traces of all ranks", where=str(folder), remedy=remedy)
     if others := sorted(set[int]().union(*(rank.bounds for rank in ranks)) - everywhere):
-        notice(f"not in the traces of all ranks, so left out: step {', '.join(map(str, others))}")
+        warning_once(f"not in the traces of all ranks, so left out: step {', '.join(map(str, others))}")
     return sorted(everywhere)
 
 
@@ -81,7 +83,7 @@ def _shifts(ranks: Sequence[TracedRank]) -> tuple[list[int], int]:
         ends = {t.name: t.done for t in rank.transfers if t.name.startswith(_ENDS_TOGETHER)}
         apart = [known[name] - end for name, end in ends.items() if name in known] or [0]
         if shifts and not known.keys() & ends.keys():
-            notice(f"rank {rank.rank} shares no collective with lower ranks: its clock is taken as it is")
+            warning_once(f"rank {rank.rank} shares no collective with lower ranks: its clock is taken as it is")
         middle = median_low(apart)
         spread = median_low(abs(one - middle) for one in apart)
         shifts.append(middle if abs(middle) > _NOISE + 3 * spread else 0)

@@ -78,13 +78,13 @@ class Order:
         """The windows that positions [begin, end) touch."""
         return range(self.window_at(begin), self.window_at(end - 1) + 1) if begin < end else range(0)
 
-    def share(self, window: int, *, rank: int, ranks: int) -> Share:
+    def share(self, window: int, *, rank: int, world_size: int) -> Share:
         """What one rank holds of a window; computed from its own samples alone."""
         groups = self.groups_of(window)
         rows = self.layout.rows_of(groups)
         first = np.cumsum(rows) - rows
         total = int(rows.sum())
-        groups, rows, first = groups[rank::ranks], rows[rank::ranks], first[rank::ranks]
+        groups, rows, first = groups[rank::world_size], rows[rank::world_size], first[rank::world_size]
         inside = ranges(first, rows)
         if self.kind == "shuffle" and total:
             inside = Permutation(total, key_of(self.seed, self.epoch, _SAMPLES, window))(inside)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 
 from freescale.errors import DataError, UsageError
-from freescale.log import notice
+from freescale.log import info_once
 
 Kind = Literal["parquet", "jsonl", "csv"]
 _HEAD = 1 << 16  # bytes, which hold the longest header
@@ -133,7 +133,7 @@ def header(source: Path, style: CsvStyle, wanted: Sequence[str]) -> Header:
     best = max(found, key=lambda one: (len(set(wanted) & set(one.names)), len(one.names)))  # the first of equals
     if best.style.separator != ",":
         shown = {"\t": "tabs", ";": "';'", "|": "'|'"}[best.style.separator]
-        notice(f"fields are separated by {shown}, as the header of {source.name} suggests; --separator states another")
+        info_once(f"fields are separated by {shown}, judging by the header of {source.name}; --separator overrides")
     return best
 
 

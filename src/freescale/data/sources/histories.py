@@ -27,7 +27,7 @@ from freescale.data.store.quarantine import Quarantine
 from freescale.data.vocabulary import FILE as VOCABULARY
 from freescale.data.vocabulary import fingerprint
 from freescale.errors import DataError, reason
-from freescale.log import notice
+from freescale.log import info_once, warning_once
 from freescale.progress import progress, track
 
 _BATCH = 1_000_000
@@ -158,9 +158,9 @@ class _Import:
             what, remedy = "no impression has an event of its user before it", "check users and times of both logs"
             raise DataError(what, where=self._logs[1].name, remedy=remedy)
         if left_out:
-            notice(f"{left_out:,} impressions are left out: their users have no event before them")
+            warning_once(f"{left_out:,} impressions are left out: their users have no event before them")
         if cut:
-            notice(f"{cut:,} histories are cut to their last {self._log.max_history:,} events (--max-history)")
+            info_once(f"{cut:,} histories are cut to their last {self._log.max_history:,} events (--max-history)")
         return written
 
     def _partition(self, table: pl.LazyFrame, name: str, buckets: int) -> Path:

@@ -17,7 +17,7 @@ from freescale.data.store.columns import REQUIRED, is_candidate
 from freescale.data.store.quarantine import Quarantine
 from freescale.data.store.writer import output_errors
 from freescale.errors import DataError, UsageError, nearest, reason
-from freescale.log import notice
+from freescale.log import warning_once
 
 _KUAIRAND = Columns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
 _MOVIELENS = Columns("userId", "movieId", "timestamp", ("rating",))
@@ -143,7 +143,7 @@ def _events(job: Job, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -
     sample = table.select(columns.names).head(_SAMPLE).collect()
     ticks, time = 1, []
     if columns.time is None:
-        notice("the log has no time: the order of its lines is taken for it, and timestamps are positions")
+        warning_once("the log has no time: the order of its lines is taken for it, and timestamps are positions")
     else:
         clock = times.clock(table, sample[columns.time], job.unit)
         ticks, time = clock.per_second, [clock.ticks.alias("timestamp")]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import polars as pl
 
 from freescale.errors import DataError
-from freescale.log import notice
+from freescale.log import info_once
 
 Unit = Literal["auto", "s", "ms", "us", "ns"]
 TICKS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -80,7 +80,7 @@ def _of_numbers(table: pl.LazyFrame, sample: pl.Series, unit: Unit) -> Clock:
         unit = _detected(sample.name, low or 0, high or 0)
         if high is not None:
             span = " to ".join(_date(time / TICKS[unit]) for time in (first, last))
-            notice(f"column '{sample.name}' counts {_NAMES[unit]} ({span}); --time-unit states another unit")
+            info_once(f"column '{sample.name}' counts {_NAMES[unit]} ({span}); --time-unit states another unit")
     if not broken:
         return Clock(column.cast(pl.Int64, strict=False), TICKS[unit])
     factor = _NANO // TICKS[unit]

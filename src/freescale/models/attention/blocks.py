@@ -7,7 +7,7 @@ backward computes it anew. What happens to the pairs of a block is the business 
 import torch
 from torch import Tensor
 
-from freescale.log import notice
+from freescale.log import warning_once
 from freescale.models.attention import native
 from freescale.models.attention.matrix import Room, matrices
 from freescale.models.attention.operands import Gradients, Inputs
@@ -60,6 +60,6 @@ def _on_pairs(x: Inputs) -> OnPairs:
         return Pairs(x)
     library = native.library()
     if isinstance(library, str):
-        notice(f"attention: pairs by torch operators, since {library}; compiled they take a third of the time")
+        warning_once(f"attention: pairs by torch operators, since {library}; compiled they take a third of the time")
         return Pairs(x)
     return native.Pairs(x, library)

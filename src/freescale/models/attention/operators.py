@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.log import notice
+from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
 from freescale.models.attention.operands import Gradients, Inputs, like
 from freescale.models.sequence import Bias, Layout
@@ -33,10 +33,10 @@ def implementation(q: Tensor) -> ModuleType:
     if q.device.type == "cuda" and q.dtype != torch.float64 and _has_triton():
         from freescale.models.attention import fused
 
-        notice("attention: Triton kernels")
+        info_once("attention: Triton kernels")
         return fused
     why = "kernels have no fp64" if q.dtype == torch.float64 else f"there is no Triton for {q.device.type} here"
-    notice(f"attention: blocks of matrices, since {why}; kernels would be several times as fast")
+    warning_once(f"attention: blocks of matrices, since {why}; kernels would be several times as fast")
     return blocks
 
 
