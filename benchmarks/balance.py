@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.support.threads import waits
 
-import beside
 from freescale.balance.place.assign import assign
 from freescale.balance.place.placement import Placement
 from freescale.data.sources import synthetic
@@ -86,7 +86,7 @@ def planning(pool: Ints, ranks: int, repeats: int) -> dict[str, Any]:
         np.argsort(costs, kind="stable")
         ratios.append((middle - began) / (time.perf_counter() - middle))
         plans.append(middle - began)
-        gaps += beside.waits(lambda: assign(costs, homes, world_size=ranks, tokens=lengths))
+        gaps += waits(lambda: assign(costs, homes, world_size=ranks, tokens=lengths))
     return {
         "ranks": ranks,
         "samples": len(costs),

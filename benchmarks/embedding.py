@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
+from tests.support.lab import INTERFACE, lab
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -50,7 +51,6 @@ from freescale.models.timed import waits
 from freescale.train.pipeline import Pipeline
 from freescale.transport.pieces import PIECE_BYTES, Pieces
 from freescale.transport.world import World, beside
-from lab import INTERFACE, lab
 from processes import on_ranks
 from record import save
 

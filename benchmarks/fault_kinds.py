@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from tests.support import lab as labs
+from tests.support.failing_disk import failing_disk_at
 
-import lab as labs
-from disk import failing_disk_at
 from watched import Run, alive, require
 
 STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0

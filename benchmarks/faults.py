@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lab as labs
+from tests.support import lab as labs
+
 from fault_kinds import KINDS, OFTEN, ON_SMALL_DISK, SEVERAL, STEPS, Trial, finished, on_hosts
 from freescale.train.journal import entries
 from record import save

@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.support.cli_fuzz import worlds
+from tests.support.cli_fuzz.fuzz import Outcome, run_case
+from tests.support.cli_fuzz.runner import SECONDS, Runner
+
 import record
-from cli_fuzz import worlds
-from cli_fuzz.fuzz import Outcome, run_case
-from cli_fuzz.runner import SECONDS, Runner
 
 
 def main() -> None:

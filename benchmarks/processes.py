@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from tests.support.lab import ADDRESS, INTERFACE, Lab, enter
 
 from freescale.transport.world import join, leave
-from lab import ADDRESS, INTERFACE, Lab, enter
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab | None = None) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from tests.support.lab import Lab, lab
 
 import lab_speed
 from freescale.balance.cost import Cost
@@ -36,7 +37,6 @@ from freescale.simulate.whatif import Question, Techniques, run
 from freescale.simulate.workload import Drawn, Model, plan
 from freescale.train.build import build, model_of
 from freescale.transport.world import World
-from lab import Lab, lab
 from processes import on_ranks
 from record import save
 

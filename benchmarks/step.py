@@ -15,11 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tests.support.lab import lab
+
 from freescale.bench import page, step
 from freescale.config import RunConfig, resolve
 from freescale.data.sources import synthetic
 from freescale.transport.world import World
-from lab import lab
 from processes import on_ranks
 from record import save
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.support.lab import lab
 
 from freescale.transport.choose import Ways
 from freescale.transport.handle import Transport
 from freescale.transport.world import World
-from lab import lab
 from processes import on_ranks
 from record import save
 

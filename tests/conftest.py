@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.ranks import Ranks
 from tests.support import histories, write_dataset
+from tests.support.ranks import Ranks
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")

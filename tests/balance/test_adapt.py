@@ -12,8 +12,8 @@ from freescale.balance.cost import Cost, sizes
 from freescale.balance.plan import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.train.build import build
-from tests.ranks import Ranks, World
-from tests.training import joined, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 TRUE, STEP = Cost(sample=1e-4, token=2e-5, pair=3e-8), 0.01
 RANKS, BATCH = 8, 32

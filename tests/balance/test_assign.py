@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.beside import waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import Strategy, assign
 from freescale.data.sources import synthetic
+from tests.support.threads import waits
 
 Words = dict[str, Any]
 

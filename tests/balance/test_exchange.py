@@ -16,8 +16,8 @@ from freescale.balance.plan import Planner
 from freescale.config import BalanceConfig, DataConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
-from tests.ranks import Ranks, World
-from tests.training import joined
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined
 
 COST = Cost.hstu(dim=64)
 

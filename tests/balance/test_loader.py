@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import freescale as fs
 from freescale.errors import DataError, UsageError
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 SAMPLES, BATCH, EPOCHS, ITEMS = 90, 4, 2, 50
 COST = fs.Cost(token=20.0, pair=1.0)

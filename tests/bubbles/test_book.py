@@ -20,7 +20,7 @@ from freescale.bubbles.ledger import account
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.summary import summarize
 from freescale.errors import DataError
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 STEPS = 100
 

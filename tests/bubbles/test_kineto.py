@@ -28,7 +28,7 @@ from tests.bubbles.kineto_traces import (
     Trace,
     cuda_traces,
 )
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 US = 1000
 # What HolisticTraceAnalysis 0.5.0 finds in the traces of `cuda_traces`, per rank, in percent: of both steps

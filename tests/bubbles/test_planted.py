@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.lab import Lab, lab
 
 from freescale.balance.ahead import Batches
 from freescale.bubbles.events import CAUSES
@@ -27,9 +26,10 @@ from freescale.models.retrieval import Retrieval
 from freescale.models.timed import Timed
 from freescale.train.build import build
 from freescale.train.trainer import Trainer
-from tests.ranks import Ranks, World
 from tests.support import histories, write_dataset
-from tests.training import joined, small
+from tests.support.lab import Lab, lab
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 pytestmark = pytest.mark.quiet
 FORWARD, BACKWARD = 0.015, 0.030

@@ -13,9 +13,9 @@ import pytest
 
 from freescale.checkpoint import store
 from freescale.train.build import build
-from tests.ranks import Ranks, World
 from tests.support import histories, write_dataset
-from tests.training import Arrays, held, joined, small, whole
+from tests.support.ranks import Ranks, World
+from tests.support.training import Arrays, held, joined, small, whole
 
 KEPT = Path(__file__).resolve().parent / "format-1"
 LENGTHS = [3, 9, 1, 20, 4, 4, 7, 30, 2, 5, 6, 11] * 4

@@ -10,7 +10,7 @@ from freescale.checkpoint import export, store
 from freescale.checkpoint.files import CheckpointError, Part
 from freescale.errors import DataError
 from freescale.transport.world import apart
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 
 def saved(world: World, folder: str, steps: int, keep: int) -> list[str]:

@@ -17,8 +17,8 @@ from freescale.embedding.sharded import shard_tables
 from freescale.embedding.split import split
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted, deduplicate
-from tests.ranks import Ranks, World
-from tests.training import joined
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined
 
 TABLES = [Table("item", 103, 8), Table("user", 57, 4), Table("shop", 5, 8)]
 

@@ -10,8 +10,8 @@ from freescale.balance.cost import Cost
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.train.build import build
-from tests.ranks import Ranks, World
-from tests.training import apart, held, joined, small, whole
+from tests.support.ranks import Ranks, World
+from tests.support.training import apart, held, joined, small, whole
 
 STEPS = 50
 COST = Cost.hstu(dim=8, layers=2, heads=2)

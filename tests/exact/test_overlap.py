@@ -9,8 +9,8 @@ from freescale.config import RunConfig
 from freescale.overlap.executor import Executor
 from freescale.overlap.schedule import overlapped
 from freescale.train.build import build
-from tests.ranks import Ranks, World
-from tests.training import Arrays, held, joined, same, small, whole
+from tests.support.ranks import Ranks, World
+from tests.support.training import Arrays, held, joined, same, small, whole
 
 STEPS = 30
 

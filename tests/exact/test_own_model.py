@@ -13,8 +13,8 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.embedding.tables import Table
 from freescale.models.protocol import Rows
-from tests.ranks import Ranks, World
-from tests.training import Arrays, apart, placed, small, whole
+from tests.support.ranks import Ranks, World
+from tests.support.training import Arrays, apart, placed, small, whole
 
 STEPS = 200
 

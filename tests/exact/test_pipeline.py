@@ -18,10 +18,10 @@ from freescale.config import TransportConfig
 from freescale.config.schema import Way
 from freescale.transport.c10d import C10d
 from freescale.transport.handle import Handle
-from tests.ranks import Ranks, World
 from tests.support import ListHandler
-from tests.torchrec_model import batches, sharded
-from tests.training import Arrays, same
+from tests.support.ranks import Ranks, World
+from tests.support.torchrec_model import batches, sharded
+from tests.support.training import Arrays, same
 
 STEPS, RUNS = 40, 8
 WHOLE_STEPS, WHOLE_RUNS = 200, 50

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from freescale.config import RunConfig
-from tests.ranks import Ranks
-from tests.training import Arrays, apart, gradients, placed, small, whole
+from tests.support.ranks import Ranks
+from tests.support.training import Arrays, apart, gradients, placed, small, whole
 
 STEPS = 20
 KINDS: dict[str, dict[str, Any]] = {

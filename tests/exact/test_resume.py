@@ -9,8 +9,8 @@ from freescale.checkpoint import store
 from freescale.checkpoint.files import CheckpointError
 from freescale.config import RunConfig
 from freescale.train.build import build
-from tests.ranks import Ranks, World
-from tests.training import Arrays, apart, held, joined, same, small, whole
+from tests.support.ranks import Ranks, World
+from tests.support.training import Arrays, apart, held, joined, same, small, whole
 
 FP32 = {"precision": "fp32", "save_every": 10, "warmup_steps": 3, "decay": "cosine"}
 

@@ -12,7 +12,7 @@ from freescale.embedding.tables import Table
 from freescale.train.build import model_of
 from freescale.train.network import Network
 from tests.support import histories, write_dataset
-from tests.training import small
+from tests.support.training import small
 
 CASES: dict[str, dict[str, Any]] = {
     "hstu": {"model": {"dim": 32, "heads": 1}},

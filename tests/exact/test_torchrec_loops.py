@@ -4,8 +4,8 @@ from pathlib import Path
 
 from freescale.bench.step import PLAIN, SPARSE_DIST, Exact, compared
 from freescale.config import RunConfig
-from tests.ranks import Ranks, World
-from tests.training import joined, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 
 def losses_compared(world: World, config: RunConfig, folder: str) -> list[Exact]:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.disk import failing_disk_at
+
+from tests.support.failing_disk import failing_disk_at
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from benchmarks.fuzz import TARGETS, Files, accepts, as_json, bounded_memory, fuzz, sealed, valid_data, valid_run
+
+from tests.support.fuzz import TARGETS, Files, accepts, as_json, bounded_memory, fuzz, sealed, valid_data, valid_run
 
 BODY = json.loads(valid_data()["manifest.json"])["data"]
 (_, _, PARTS), *_ = BODY["stripes"]

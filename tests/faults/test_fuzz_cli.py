@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.cli_fuzz import worlds
-from benchmarks.cli_fuzz.cases import Case, drawn
-from benchmarks.cli_fuzz.forms import FORMS
-from benchmarks.cli_fuzz.fuzz import Outcome, run_case
-from benchmarks.cli_fuzz.runner import Circumstances, Reply, Runner
-from benchmarks.cli_fuzz.verdict import verdicts
 
 from freescale.cli.main import COMMANDS
+from tests.support.cli_fuzz import worlds
+from tests.support.cli_fuzz.cases import Case, drawn
+from tests.support.cli_fuzz.forms import FORMS
+from tests.support.cli_fuzz.fuzz import Outcome, run_case
+from tests.support.cli_fuzz.runner import Circumstances, Reply, Runner
+from tests.support.cli_fuzz.verdict import verdicts
 
 SEED, CASES, WHOLE_CASES = 7, 60, 2000
 

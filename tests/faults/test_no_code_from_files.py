@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from benchmarks.fuzz import TARGETS, Files, accepts, some_histories, some_steps, valid_data, valid_run
 
 from freescale import page
 from freescale.bubbles import records
@@ -29,6 +28,7 @@ from freescale.data.store.quarantine import Quarantine
 from freescale.errors import DataError
 from freescale.train import curves
 from tests.support import ids, loader
+from tests.support.fuzz import TARGETS, Files, accepts, some_histories, some_steps, valid_data, valid_run
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -13,8 +13,8 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.train.build import build
 from freescale.train.numbers import Judge
-from tests.ranks import RankError, Ranks, World
-from tests.training import Arrays, held, joined, same, small, whole
+from tests.support.ranks import RankError, Ranks, World
+from tests.support.training import Arrays, held, joined, same, small, whole
 
 BAD = 77
 """The sample that is poisoned."""

@@ -15,8 +15,8 @@ from freescale.train.journal import Journal, damaged_lines, entries
 from freescale.train.starts import repeated_steps, starts_of
 from tests.faults.test_numbers import one_epoch
 from tests.faults.test_numbers import trained as poisoned
-from tests.ranks import Ranks, World
-from tests.training import joined, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 STEPS = 10
 

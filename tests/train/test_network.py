@@ -13,8 +13,8 @@ from freescale.data.loader import Loader
 from freescale.models.timed import Timed, waits
 from freescale.train.build import build, model_of
 from freescale.train.network import Network, backward, data_parallel
-from tests.ranks import Ranks, World
-from tests.training import joined, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 LAYERS, BACKWARD, LATE = 20, 0.2, 0.2
 

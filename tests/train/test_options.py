@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import Ranks
-from tests.training import Arrays, placed, small, whole
+from tests.support.ranks import Ranks
+from tests.support.training import Arrays, placed, small, whole
 
 
 def losses_of(ranks: Ranks, path: Path, folder: Path, **changes: dict[str, object]) -> tuple[list[float], Arrays]:

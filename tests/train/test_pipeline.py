@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import freescale as fs
 from freescale.embedding.prioritized import Held
 from freescale.errors import ConfigError, FreeScaleError, UsageError
-from tests.ranks import Ranks, World
-from tests.torchrec_model import Batch, Theirs, batches, sharded
+from tests.support.ranks import Ranks, World
+from tests.support.torchrec_model import Batch, Theirs, batches, sharded
 
 _DECAY = {
     "weight_decay": 0.1,

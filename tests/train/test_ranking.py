@@ -18,9 +18,9 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.data.sources import planted
 from freescale.train.build import build
-from tests.ranks import RankError, Ranks, World
 from tests.support import histories, lists, write_dataset
-from tests.training import PLACES, chosen, joined, small
+from tests.support.ranks import RankError, Ranks, World
+from tests.support.training import PLACES, chosen, joined, small
 
 LABELS = ("label_click", "label_like")
 CANDIDATES = 180

@@ -12,9 +12,9 @@ from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.train.build import build
 from freescale.train.retrieve import Corpus, TargetRanks, retrieval_means, retrieval_sums
-from tests.ranks import Ranks, World
 from tests.support import histories, write_dataset
-from tests.training import joined, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
 
 
 def test_metrics_are_their_definitions() -> None:

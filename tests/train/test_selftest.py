@@ -7,8 +7,8 @@ from torch import Tensor
 
 from freescale.train.selftest import Outcome, Selftest
 from freescale.transport.shared_memory import SharedMemory
-from tests.ranks import Ranks, World
-from tests.training import joined
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined
 
 
 def outcomes(world: World) -> list[Outcome]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
-from tests.ranks import RankError, Ranks, World
+from tests.support.ranks import RankError, Ranks, World
 
 
 def transport(world: World, timeout: float = 60.0) -> C10d:

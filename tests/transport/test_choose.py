@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.lab import lab
 
 from freescale.config import TransportConfig
 from freescale.errors import ConfigError
 from freescale.transport.choose import Ways, choose, explain, pick
 from freescale.transport.probe import Measured
-from tests.ranks import Ranks, World
-from tests.training import joined
+from tests.support.lab import lab
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined
 
 MS = 1e-3
 TABLE = [

@@ -12,7 +12,7 @@ from freescale.transport import pieces
 from freescale.transport.c10d import C10d
 from freescale.transport.host_staged import Copies
 from freescale.transport.pieces import Pieces
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 
 class LateCopies(Copies):

@@ -13,7 +13,7 @@ from freescale.transport import pieces
 from freescale.transport.c10d import C10d
 from freescale.transport.pieces import Pieces
 from freescale.transport.world import beside
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 
 
 def lanes(world: World) -> tuple[C10d, C10d]:

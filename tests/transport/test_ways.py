@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freescale.errors import TransportError
-from tests.ranks import Ranks, World
+from tests.support.ranks import Ranks, World
 from tests.transport.ways import DEADLINE, WAYS, way
 
 DTYPES = (

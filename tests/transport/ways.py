@@ -7,7 +7,7 @@ from freescale.transport.handle import Transport
 from freescale.transport.one_sided import OneSided
 from freescale.transport.pieces import Pieces
 from freescale.transport.shared_memory import SharedMemory
-from tests.ranks import World
+from tests.support.ranks import World
 
 WAYS = ("c10d", "host_staged", "shared_memory", "two_hosts")
 """`two_hosts`: half of the ranks share one memory, half another, and what goes between them is staged."""

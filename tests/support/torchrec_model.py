@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.ranks import World
+from tests.support.ranks import World
 
 ITEMS, USERS, SHOPS = 400, 90, 30
 FEATURES = {"clicked": ITEMS, "bought": ITEMS, "user": USERS, "shop": SHOPS}

@@ -21,7 +21,7 @@ from freescale.train.step import Rates
 from freescale.train.trainer import Trainer
 from freescale.transport import world as worlds
 from freescale.transport.c10d import C10d
-from tests.ranks import World
+from tests.support.ranks import World
 
 Arrays = dict[str, NDArray[Any]]
 

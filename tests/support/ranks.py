@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.lab import INTERFACE, Lab, enter
+
+from tests.support.lab import INTERFACE, Lab, enter
 
 DEADLINE = 120.0
 
