@@ -20,7 +20,8 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
     trainer = build(config, joined(world), Path(folder))
     step = trainer.parts.step
     if one_thread:
-        step._lanes.executor = Executor(overlapped(), step._lanes._do, step._lanes._waiting, strictly_serial=True)
+        runner = step._runner
+        runner.executor = Executor(overlapped(), runner._perform, runner._waiting, strictly_serial=True)
     run, losses = step.run, []
 
     def noting(*words: Any, **more: Any) -> Any:

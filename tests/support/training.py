@@ -17,7 +17,7 @@ from freescale.data.loader import Loader
 from freescale.embedding.exchange import Route
 from freescale.models.protocol import Model
 from freescale.train.build import build
-from freescale.train.step import Rates
+from freescale.train.step import LearningRates
 from freescale.train.trainer import Trainer
 from freescale.transport import world as worlds
 from freescale.transport.c10d import C10d
@@ -83,7 +83,7 @@ def placed(
 ) -> tuple[list[float], Arrays]:
     """Train on global batches whose samples are placed by a rule; gives this rank's losses and what it holds."""
     trainer = build(config, joined(world), Path(folder), model=model)
-    losses, rates = [], Rates(dense=config.train.lr, tables=config.tables.lr)
+    losses, rates = [], LearningRates(dense=config.train.lr, tables=config.tables.lr)
     epochs = itertools.repeat(list(Loader(config.data, seed=config.seed)))
     shares = [_share(one, place, world) for one in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     for batch, following in itertools.zip_longest(shares, shares[1:]):
@@ -114,9 +114,9 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
 
     tables.update = keep_rows  # type: ignore[method-assign]
     batch = next(iter(Loader(config.data, seed=config.seed)))
-    flight = trainer.parts.step.run(_share(batch, place, world), Rates(dense=0.1, tables=0.1))
+    state = trainer.parts.step.run(_share(batch, place, world), LearningRates(dense=0.1, tables=0.1))
     trainer.parts.step.settle()
-    return flight.loss, {name: value.numpy() for name, value in found.items()}
+    return state.loss, {name: value.numpy() for name, value in found.items()}
 
 
 PLACES: dict[str, Callable[[int, int, int], int]] = {

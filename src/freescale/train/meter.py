@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.balance.plan import Planner
-from freescale.train.step import Flight
+from freescale.train.step import StepState
 
 _SUMMED = ("loss", "samples", "tokens", "ids", "unique_ids", "fetched_ids", "colliding_ids")
 """What differs between ranks and is summed over them, in the order of `Taken.sums`."""
@@ -72,13 +72,13 @@ class Meter:
         self._planned = None if self._planner is None else self._planner.sums
         self._since = time.perf_counter()
 
-    def count(self, flight: Flight) -> None:
+    def count(self, state: StepState) -> None:
         """Count a step that is done."""
         self._steps += 1
-        self._counts += len(flight.batch), int(flight.batch.history.offsets[-1]), *_ids(flight)
-        if not flight.fault and flight.norm is not None:
-            self._losses += [loss.detach() for loss in flight.losses]
-            self._norms.append(flight.norm)
+        self._counts += len(state.batch), int(state.batch.history.offsets[-1]), *_ids(state)
+        if not state.fault and state.grad_norm is not None:
+            self._losses += [loss.detach() for loss in state.losses]
+            self._norms.append(state.grad_norm)
 
     def take(self) -> Taken:
         """What was counted; counting starts anew."""
@@ -101,11 +101,11 @@ class Meter:
         return {name: value / plans for name, value in zip(names, sums, strict=True)} if plans else {}
 
 
-def _ids(flight: Flight) -> tuple[int, int, int, int]:
+def _ids(state: StepState) -> tuple[int, int, int, int]:
     """Ids looked up; distinct ones; of a batch whose rows were fetched ahead, those, and those that collided."""
-    ids = sum(wanted.index.numel() for part in flight.wanted for wanted in part.values())
-    unique = sum(len(wanted.unique) for wanted in flight.journey.wanted.values())
-    arrives = flight.journey.arrives
+    ids = sum(wanted.index.numel() for part in state.unique_ids for wanted in part.values())
+    unique = sum(len(wanted.unique) for wanted in state.embedding.wanted.values())
+    arrives = state.embedding.arrives
     if arrives is None:
         return ids, unique, 0, 0
     return ids, unique, unique, sum(map(sum, arrives.shared.wanted))

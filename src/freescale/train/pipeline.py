@@ -30,7 +30,8 @@ from freescale.errors import UsageError
 from freescale.log import warning_once
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial
-from freescale.train.lanes import Lanes
+from freescale.train.schedule_runner import ScheduleRunner
+from freescale.train.step import operation_table
 from freescale.transport.choose import choose
 from freescale.transport.world import around
 
@@ -43,7 +44,7 @@ class Flight(Generic[B]):
 
     batch: B | None
     """As the loader gave it. None when the loader of this rank has ended."""
-    journey: Journey = field(default_factory=Journey)
+    embedding: Journey = field(default_factory=Journey)
     features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
     """Of each collection."""
     places: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -96,7 +97,8 @@ class Pipeline(Generic[B]):
             ways.urgent.watch(bubbles.recorder.begins)
         recorder = None if bubbles is None else bubbles.recorder
         schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
-        self._lanes: Lanes[Flight[B]] = Lanes(schedule, self, self._tables, ways, recorder, self._device)
+        operations = operation_table(self, self._tables)
+        self._runner = ScheduleRunner(schedule, operations, self._tables, ways, recorder, self._device)
         self._rank = group.rank()
         self._divisor = group.size() if get_gradient_division() else 1
         self._computing: Flight[B] | None = None
@@ -108,13 +110,13 @@ class Pipeline(Generic[B]):
         batches, steps = iter(self._loader), 0
         flight: Flight[B] = _flight(next(batches, None))
         try:
-            while not flight.journey.canceled:
-                following: Flight[B] = _flight(next(batches, None), before=flight.journey)
-                self._lanes.run(flight, following)
-                if not flight.journey.canceled:
+            while not flight.embedding.canceled:
+                following: Flight[B] = _flight(next(batches, None), before=flight.embedding)
+                self._runner.run(flight, following)
+                if not flight.embedding.canceled:
                     steps += 1
                     yield flight.output
-                    keep = following.journey.canceled or following is self._lanes.executor.expected
+                    keep = following.embedding.canceled or following is self._runner.executor.expected
                     flight = following if keep else _flight(following.batch)
             self._log_leftover(flight, steps)
         finally:
@@ -122,26 +124,26 @@ class Pipeline(Generic[B]):
 
     def settle(self) -> None:
         """Bring the tables to where they stand after the last step. Called by itself before they are read or saved."""
-        self._lanes.executor.settle()
+        self._runner.executor.settle()
 
     def forget(self) -> None:
         """Drop rows that were fetched ahead, since somebody else changes the tables."""
-        self._lanes.executor.forget()
+        self._runner.executor.forget()
 
     def close(self) -> None:
         """End what runs beside the step."""
-        self._lanes.executor.close()
+        self._runner.executor.close()
 
     @property
     def held(self) -> Held:
         """The most bytes that batches under way held on this rank between two steps."""
-        return self._lanes.most_held
+        return self._runner.peak_bytes
 
     def _log_leftover(self, flight: Flight[B], steps: int) -> None:
         """Say what this rank did not train on because another one has no batch for the step of `flight`."""
         if flight.batch is not None:
             left = max(1, length_hint(self._loader) - steps)
-            ended = ", ".join(map(str, given(flight.journey.route).exhausted))
+            ended = ", ".join(map(str, given(flight.embedding.route).exhausted))
             warning_once(
                 f"pipeline: rank {self._rank} has at least {left} batches left that are not trained on, "
                 f"since the loaders of these ranks ended after step {steps}: {ended}"
@@ -151,7 +153,9 @@ class Pipeline(Generic[B]):
         """Bring the batch to the device and find the distinct ids of every table."""
         if flight.batch is None:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            flight.journey.wanted = {table.name: deduplicate(nothing, rows=table.rows) for table in self._tables.tables}
+            flight.embedding.wanted = {
+                table.name: deduplicate(nothing, rows=table.rows) for table in self._tables.tables
+            }
             return
         move = getattr(flight.batch, "to", None)
         flight.on_device = flight.batch if move is None else move(self._device, non_blocking=True)
@@ -167,14 +171,17 @@ class Pipeline(Generic[B]):
                 wanted[_name(path, table.name)] = one
                 places = one.index.split([len(some) for some in ids])
                 flight.places |= {(path, f): place for f, place in zip(table.feature_names, places, strict=True)}
-        flight.journey.wanted = wanted
+        flight.embedding.wanted = wanted
+
+    def agree(self, _: Flight[B], __: Operation) -> None:
+        """Do nothing: TorchRec averages over ranks, so no schedule of a pipeline exchanges a count."""
 
     def forward(self, flight: Flight[B], _: Operation) -> None:
         """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
         with self._shard.steady_rates:
             self._optimizer.zero_grad()
-        flight.journey.lr = self._shard.rates()
-        for values in given(flight.journey.rows).values():
+        flight.embedding.lr = self._shard.rates()
+        for values in given(flight.embedding.rows).values():
             values.requires_grad_()
         self._computing = flight
         try:
@@ -186,7 +193,7 @@ class Pipeline(Generic[B]):
         """Gradients of rows and of the dense part. TorchRec means over ranks, so rows do too."""
         given(flight.losses).sum().backward()
         flight.losses = None
-        for gradient in flight.journey.row_gradients.values():
+        for gradient in flight.embedding.row_gradients.values():
             gradient.div_(self._divisor)
 
     def update_dense(self, _: Flight[B], __: Operation) -> None:
@@ -204,7 +211,7 @@ class Pipeline(Generic[B]):
                 (self.forget if collection.training and torch.is_grad_enabled() else self.settle)()
                 return None
             _require_announced(features, flight.features[path], list(tables), path)
-            rows, of_feature = given(flight.journey.rows), flight.features[path].to_dict()
+            rows, of_feature = given(flight.embedding.rows), flight.features[path].to_dict()
             values = {f: functional.embedding(flight.places[path, f], rows[table]) for f, table in tables.items()}
             return {f: JaggedTensor(values=values[f], lengths=of_feature[f].lengths()) for f in tables}
 

@@ -182,7 +182,7 @@ class Saving:
         parts.loader.load_state_dict(facts["cursor"])
         if parts.planner is not None and facts["balance"] is not None:
             parts.planner.load_state_dict(facts["balance"])
-        parts.step.judge.load_state_dict(facts["norms"])
+        parts.step.grad_norm_monitor.load_state_dict(facts["norms"])
         self._interval.load_state_dict(facts["interval"])
         at.cursor, at.done = facts["cursor"], facts["step"]
         at.left_out |= set(facts["left_out"])
@@ -202,7 +202,7 @@ class Saving:
         return {
             "cursor": at.cursor,
             "left_out": sorted(at.left_out),
-            "norms": parts.step.judge.state_dict(),
+            "norms": parts.step.grad_norm_monitor.state_dict(),
             "interval": self._interval.state_dict(),
             "balance": parts.planner.state_dict() if parts.planner is not None else None,
             "data": asdict(parts.data),

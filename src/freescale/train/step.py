@@ -1,13 +1,14 @@
 """One step, top to bottom.
 
-`overlap.schedule` says in which order the operations of a step run, and on which batch. The methods of `Step` say what
-they do, in the order in which a serial step runs them; those on rows stand in `embedding.prioritized`. What one
-operation leaves for the next lies in `Flight`.
+`operation_table` lists every operation of a step and the function that performs it. `Step` holds the functions for the
+batch and the dense model; `embedding.prioritized.RowOperations` holds those for embedding rows. `overlap.schedule` says
+on which lane and for which batch each operation runs. `StepState` carries results from one operation to the next.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,19 +17,74 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.bubbles.recorder import Recorder
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
-from freescale.embedding.prioritized import Journey, given
+from freescale.embedding.prioritized import Journey, RowOperations, given
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.unique import Wanted
+from freescale.overlap.executor import Rest
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.train.lanes import Lanes
 from freescale.train.network import Network, backward
 from freescale.train.numbers import Judge, are_finite, culprits
+from freescale.train.schedule_runner import Perform, S, ScheduleRunner
 from freescale.transport.choose import Chosen
 from freescale.transport.world import World
 
 
+def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> dict[str, Perform[S]]:
+    """Return what each operation does, in the order in which a schedule issues them.
+
+    A serial step uses the rows marked "serial", an overlapped one (prioritized embedding communication, PEC) those
+    marked "overlapped", and both use the others. Without sharded `tables` no schedule has an operation on rows.
+    """
+    rows = None if tables is None else RowOperations(tables)
+
+    def on_rows(operation: Callable[[RowOperations, Journey, str], Rest | None]) -> Perform[S]:
+        return lambda state, issued: operation(given(rows), state.embedding, issued.lane)
+
+    return {
+        "prepare": step.prepare,
+        "agree": step.agree,
+        "send_ids": on_rows(RowOperations.send_ids),
+        "look_up": on_rows(RowOperations.look_up),  # serial
+        "send_rows": on_rows(RowOperations.send_rows),  # serial
+        "split": on_rows(RowOperations.split),  # overlapped
+        "send_split": on_rows(RowOperations.send_split),  # overlapped
+        "look_up_exclusive": on_rows(RowOperations.look_up_exclusive),  # overlapped
+        "send_exclusive_rows": on_rows(RowOperations.send_exclusive_rows),  # overlapped
+        "forward": step.forward,
+        "backward": step.backward,
+        "send_gradients": on_rows(RowOperations.send_gradients),  # serial
+        "update_rows": on_rows(RowOperations.update_rows),  # serial
+        "send_urgent_gradients": on_rows(RowOperations.send_urgent_gradients),  # overlapped
+        "update_urgent": on_rows(RowOperations.update_urgent),  # overlapped
+        "look_up_collision": on_rows(RowOperations.look_up_collision),  # overlapped
+        "send_collision_rows": on_rows(RowOperations.send_collision_rows),  # overlapped
+        "update_dense": step.update_dense,
+        "send_deferred_gradients": on_rows(RowOperations.send_deferred_gradients),  # overlapped
+        "update_deferred": on_rows(RowOperations.update_deferred),  # overlapped
+    }
+
+
+class StepOperations(Protocol[S]):
+    """The operations that depend on the trainer; `Step` performs them in FreeScale's own one."""
+
+    def prepare(self, state: S, operation: Operation, /) -> None:
+        """Lay out the batch and find its distinct ids."""
+
+    def agree(self, state: S, operation: Operation, /) -> None:
+        """Exchange what all ranks need to know about the batch."""
+
+    def forward(self, state: S, operation: Operation, /) -> None:
+        """Compute the loss."""
+
+    def backward(self, state: S, operation: Operation, /) -> None:
+        """Compute the gradients."""
+
+    def update_dense(self, state: S, operation: Operation, /) -> None:
+        """Apply the gradients of the dense model."""
+
+
 @dataclass(frozen=True)
-class Rates:
+class LearningRates:
     """Learning rates of one step."""
 
     dense: float
@@ -36,32 +92,31 @@ class Rates:
 
 
 @dataclass
-class Flight:
-    """One batch on its way, through one step or, where rows travel behind compute, through three."""
+class StepState:
+    """One batch and what the operations computed for it, during one step or, with overlap, three."""
 
     batch: Batch
     stop: bool
-    """At first whether this rank was asked to end after the step; once agreed, whether any rank was."""
-    journey: Journey = field(default_factory=Journey)
-    """Its rows."""
-    rates: Rates = Rates(0.0, 0.0)
-    """Of the step that computes it."""
-    parts: list[Any] = field(default_factory=list)
-    """Inputs of each micro-batch."""
-    wanted: list[dict[str, Wanted]] = field(default_factory=list)
-    """Of each micro-batch: the distinct ids of the whole batch, and where its own ids stand among them."""
-    count: int = 0
-    """Terms of the loss: of this rank, and once agreed of all ranks."""
+    """Before `agree`: whether this rank received a stop request. After it: whether any rank did."""
+    embedding: Journey = field(default_factory=Journey)
+    """The embedding rows of the batch."""
+    rates: LearningRates = LearningRates(0.0, 0.0)
+    inputs: list[Any] = field(default_factory=list)
+    """Model inputs of each micro-batch."""
+    unique_ids: list[dict[str, Wanted]] = field(default_factory=list)
+    """Per micro-batch: the distinct ids of the whole batch, and the position of the micro-batch's ids among them."""
+    loss_terms: int = 0
+    """Number of terms of the loss: of this rank, and after `agree` of all ranks."""
     losses: list[Tensor] = field(default_factory=list)
     """This rank's share of the mean loss, by micro-batch."""
-    norm: Tensor | None = None
-    """Of the dense gradient, the same on all ranks."""
-    sound: bool = True
-    """Whether the losses of this rank and its gradients of rows are numbers."""
+    grad_norm: Tensor | None = None
+    """Norm of the dense gradient, the same on all ranks."""
+    finite: bool = True
+    """Whether this rank's losses and row gradients are finite."""
     fault: str = ""
-    """What is wrong with the numbers of this step, if anything: the same on all ranks. Then it changes nothing."""
-    lacking: bool = False
-    """Whether any rank kept back gradients of rows in an earlier step, in which the others learnt from theirs."""
+    """Why the dense gradient cannot be used, the same on all ranks. A step with a fault updates nothing."""
+    partially_applied: bool = False
+    """Whether some rank withheld its row gradients in an earlier step in which the other ranks applied theirs."""
 
     @property
     def loss(self) -> float:
@@ -70,7 +125,7 @@ class Flight:
 
 
 class Step:
-    """What the operations of a schedule do."""
+    """Trains on one batch at a time. Its public operations stand in the order of a serial step."""
 
     def __init__(
         self,
@@ -80,121 +135,128 @@ class Step:
         schedule: Schedule,
         world: World,
         recorder: Recorder,
-        ways: Chosen,
+        transports: Chosen,
         config: TrainConfig,
     ) -> None:
-        self._parallel, self._optimizer, self._world, self._ways = parallel, optimizer, world, ways
+        self._parallel, self._optimizer, self._world, self._transports = parallel, optimizer, world, transports
         self._network: Network = parallel.module
-        self._recorder, self._config, self.judge = recorder, config, Judge(config.spike)
-        self.culprits: list[int] = []
-        """Samples of this rank that gave what is not a number, until somebody has dealt with them."""
-        self.lacking = False
-        """Whether this rank has kept back such gradients of rows, though the dense ones were sound."""
-        self._lanes: Lanes[Flight] = Lanes(schedule, self, tables, ways, recorder, world.device)
-        self.looks_ahead = self._lanes.executor.looks_ahead
+        self._recorder, self._config, self.grad_norm_monitor = recorder, config, Judge(config.spike)
+        self.nonfinite_samples: list[int] = []
+        """Samples of this rank with a NaN or infinite loss or gradient, until the trainer has handled them."""
+        self.partially_applied = False
+        """Whether this rank withheld row gradients in a step whose dense gradient was finite."""
+        operations = operation_table(self, tables)
+        self._runner = ScheduleRunner(schedule, operations, tables, transports, recorder, world.device)
+        self.looks_ahead = self._runner.executor.looks_ahead
 
-    def run(self, batch: Batch, rates: Rates, *, stop: bool = False, following: Batch | None = None) -> Flight:
-        """Train on one batch. `stop`: this rank was asked to end; all ranks learn of it in the same step.
+    def run(
+        self, batch: Batch, rates: LearningRates, *, stop: bool = False, following: Batch | None = None
+    ) -> StepState:
+        """Train on one batch. `stop`: this rank received a stop request; all ranks see it in the same step.
 
-        `following`: the batch of the next call; what a schedule fetches ahead is fetched for it.
+        `following`: the batch of the next call. An overlapped schedule fetches its rows during this step.
         """
-        flight = self._lanes.executor.expected
-        if flight is None or flight.batch is not batch:
-            flight = Flight(batch, stop)
-        flight.rates, flight.journey.lr = rates, dict.fromkeys(self._network.model.tables, rates.tables)
-        after = None if following is None else Flight(following, stop, Journey(before=flight.journey))
-        self._lanes.run(flight, after)
-        return flight
+        state = self._runner.executor.expected
+        if state is None or state.batch is not batch:
+            state = StepState(batch, stop)
+        state.rates, state.embedding.lr = rates, dict.fromkeys(self._network.model.tables, rates.tables)
+        after = None if following is None else StepState(following, stop, Journey(before=state.embedding))
+        self._runner.run(state, after)
+        return state
 
-    def settle(self) -> None:
-        """Bring the tables to where they stand after the last step, whatever was put off."""
-        self._lanes.executor.settle()
+    def prepare(self, state: StepState, _: Operation) -> None:
+        """Lay out the batch and find the distinct ids whose rows it needs."""
+        batch = state.batch.to(self._world.device)
+        state.inputs = [self._network.model.prepare(part) for part in batch.parts(self._config.micro_batches)]
+        state.loss_terms = sum(inputs.count for inputs in state.inputs)
+        state.unique_ids = self._network.wanted([inputs.ids for inputs in state.inputs])
+        state.embedding.wanted = state.unique_ids[0]
 
-    def forget(self) -> None:
-        """Drop what was fetched ahead, and what is known of numbers that were none: somebody goes back."""
-        self._lanes.executor.forget()
-        self.culprits, self.lacking = [], False
+    def agree(self, state: StepState, operation: Operation) -> None:
+        """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
+        values = [state.loss_terms, int(state.stop), int(self.partially_applied)]
+        transport = self._transports.of(operation.lane)
+        summed = transport.all_reduce(torch.tensor(values, device=self._world.device), name="count").wait()
+        count, stop, partially_applied = summed.tolist()
+        state.loss_terms, state.stop, state.partially_applied = count, stop > 0, partially_applied > 0
 
-    def report(self) -> list[str]:
-        """What travelling behind compute cost, for people."""
-        if not self.looks_ahead:
-            return []
-        ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in self._lanes.most_held)
-        return [f"rows that travel behind compute held at most {rows}, their gradients {gradients}, ids {ids}"]
-
-    def close(self) -> None:
-        """End what runs beside the step."""
-        self._lanes.executor.close()
-
-    def prepare(self, flight: Flight, _: Operation) -> None:
-        """Lay the batch out and find the distinct ids whose rows it needs."""
-        batch = flight.batch.to(self._world.device)
-        flight.parts = [self._network.model.prepare(part) for part in batch.parts(self._config.micro_batches)]
-        flight.count = sum(part.count for part in flight.parts)
-        flight.wanted = self._network.wanted([part.ids for part in flight.parts])
-        flight.journey.wanted = flight.wanted[0]
-
-    def agree(self, flight: Flight, operation: Operation) -> None:
-        """Add up the terms of the loss over all ranks, and whether anyone wants to stop."""
-        numbers = torch.tensor([flight.count, int(flight.stop), int(self.lacking)], device=self._world.device)
-        count, stop, lacking = self._ways.of(operation.lane).all_reduce(numbers, name="count").wait().tolist()
-        flight.count, flight.stop, flight.lacking = count, stop > 0, lacking > 0
-
-    def forward(self, flight: Flight, operation: Operation) -> None:
-        """Sum the losses of a micro-batch and divide by the count of all ranks: where a sample is cannot matter."""
-        part, rows = operation.part, flight.journey.rows
+    def forward(self, state: StepState, operation: Operation) -> None:
+        """Sum the losses of a micro-batch and divide by the global count, which makes placement irrelevant."""
+        part, rows = operation.part, state.embedding.rows
         for values in (rows or {}).values():
             values.requires_grad_()
-        halves = self._config.precision == "bf16"
-        with torch.autocast(self._world.device.type, torch.bfloat16, enabled=halves), self._syncs(part):
-            total = self._parallel(flight.parts[part], flight.wanted[part], rows)
-        flight.losses.append(total / max(1, flight.count))
+        bf16 = self._config.precision == "bf16"
+        with torch.autocast(self._world.device.type, torch.bfloat16, enabled=bf16), self._gradient_sync(part):
+            total = self._parallel(state.inputs[part], state.unique_ids[part], rows)
+        state.losses.append(total / max(1, state.loss_terms))
 
-    def backward(self, flight: Flight, operation: Operation) -> None:
-        """Gradients of rows and of the dense part; DDP adds the latter up over all ranks meanwhile."""
-        loss = flight.losses[operation.part]
-        with self._syncs(operation.part), self._world.transport.named("dense gradients"):
+    def backward(self, state: StepState, operation: Operation) -> None:
+        """Compute the gradients of rows and of the dense model. DDP sums the latter over all ranks meanwhile."""
+        loss = state.losses[operation.part]
+        with self._gradient_sync(operation.part), self._world.transport.named("dense gradients"):
             if operation.part < self._config.micro_batches - 1:
                 loss.backward()
                 return
-            backward(loss, lambda: self._computed(flight))
-        self._judge(flight)
+            backward(loss, lambda: self._after_local_backward(state))
+        self._check_gradient(state)
 
-    def update_dense(self, flight: Flight, _: Operation) -> None:
-        """Change the dense part, the same on every rank."""
+    def update_dense(self, state: StepState, _: Operation) -> None:
+        """Update the dense model, identically on every rank."""
         if self._config.clip:
-            torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._config.clip, given(flight.norm))
+            norm = given(state.grad_norm)
+            torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._config.clip, norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = flight.rates.dense
-        if not flight.fault:
+            group["lr"] = state.rates.dense
+        if not state.fault:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _computed(self, flight: Flight) -> contextlib.AbstractContextManager[None]:
-        """See that gradients of rows can be sent, and let the urgent ones set out. On a GPU the host waits here.
+    def settle(self) -> None:
+        """Wait until the tables contain the updates of all steps."""
+        self._runner.executor.settle()
 
-        Gives what the wait that follows is recorded as: buckets of dense gradients record themselves, and then DDP
-        waits for its own word on which parameters were used.
+    def forget(self) -> None:
+        """Drop prefetched rows and records of non-finite values, before the trainer goes back to a checkpoint."""
+        self._runner.executor.forget()
+        self.nonfinite_samples, self.partially_applied = [], False
+
+    def report(self) -> list[str]:
+        """Return how much memory overlapped transfers took, as human-readable lines."""
+        if not self.looks_ahead:
+            return []
+        ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in self._runner.peak_bytes)
+        return [f"overlapped transfers held at most {rows} of rows, {gradients} of row gradients, {ids} of ids"]
+
+    def close(self) -> None:
+        """End the thread of the deferred lane."""
+        self._runner.executor.close()
+
+    def _after_local_backward(self, state: StepState) -> contextlib.AbstractContextManager[None]:
+        """Check the row gradients and send the urgent ones. On a GPU the host waits here.
+
+        The result surrounds the wait of DDP that follows: it records what the buckets of dense gradients do not record
+        themselves, which is DDP's exchange of used parameters.
         """
-        moved = flight.journey.rows or {}
-        of_rows = [values.grad for values in moved.values() if values.grad is not None]
-        flight.sound = are_finite([*of_rows, *(loss.detach() for loss in flight.losses)])
-        if not flight.sound:
-            for gradient in of_rows:  # or every sample with one of these rows would be unsound from here on
+        rows = state.embedding.rows or {}
+        gradients = [values.grad for values in rows.values() if values.grad is not None]
+        state.finite = are_finite([*gradients, *(loss.detach() for loss in state.losses)])
+        if not state.finite:
+            for gradient in gradients:  # else NaN would spread to every sample that uses these rows
                 gradient.zero_()
-        self._lanes.executor.hasten("send_urgent_gradients")
+        self._runner.executor.hasten("send_urgent_gradients")
         return self._recorder.waiting("other traffic")
 
-    def _judge(self, flight: Flight) -> None:
-        """See that the gradient can be used, before anything is changed by it."""
+    def _check_gradient(self, state: StepState) -> None:
+        """Decide whether the dense gradient can be used, before any update."""
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
-        flight.norm = torch.nn.utils.get_total_norm(gradients)
-        flight.fault = self.judge.fault(float(flight.norm))
-        flight.journey.void = bool(flight.fault)
-        if flight.fault or not flight.sound:
-            self.culprits += culprits(self._network, flight.batch.to(self._world.device), flight.journey.rows)
-            self.lacking = self.lacking or not flight.fault
+        state.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        state.fault = self.grad_norm_monitor.fault(float(state.grad_norm))
+        state.embedding.void = bool(state.fault)
+        if state.fault or not state.finite:
+            batch = state.batch.to(self._world.device)
+            self.nonfinite_samples += culprits(self._network, batch, state.embedding.rows)
+            self.partially_applied = self.partially_applied or not state.fault
 
-    def _syncs(self, part: int) -> contextlib.AbstractContextManager[None]:
-        """Gradients of micro-batches gather here; only the last one has them added up over the ranks."""
+    def _gradient_sync(self, part: int) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients locally until the last micro-batch, in which DDP sums them over the ranks."""
         return contextlib.nullcontext() if part == self._config.micro_batches - 1 else self._parallel.no_sync()

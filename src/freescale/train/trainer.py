@@ -18,7 +18,7 @@ from freescale.train.loss_terms import LossTerms
 from freescale.train.meter import Meter
 from freescale.train.numbers import Fault, Faults, gathered
 from freescale.train.saving import Parts, Progress, Saving
-from freescale.train.step import Flight, Rates
+from freescale.train.step import LearningRates, StepState
 from freescale.transport.world import restart_count
 
 _SAME_CTRL_C = 2.0
@@ -97,17 +97,17 @@ class Trainer:
             batch, self.at.cursor = taken
             taken = next(batches, None) if step.looks_ahead else None
             following = None if taken is None else taken[0]
-            flight = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
+            state = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
             self.at.done += 1
-            self._terms.count(flight.count)
+            self._terms.count(state.loss_terms)
             self.saving.note_recovery()
             with self.parts.world.transport.named("bubbles"):
                 bubbles.end_step(self._work(batch))
-            stopped = flight.stop
-            if self._has_to_go_back(flight):
+            stopped = state.stop
+            if self._has_to_go_back(state):
                 return None
             with bubbles.during("host"):
-                self._tell_if_due(flight)
+                self._tell_if_due(state)
             self._evaluate_if_due()
             with bubbles.during("host"):
                 if self.saving.is_due(stopped=stopped):
@@ -116,26 +116,28 @@ class Trainer:
                 taken = next(batches, None)
         return stopped
 
-    def _has_to_go_back(self, flight: Flight) -> bool:
+    def _has_to_go_back(self, state: StepState) -> bool:
         """Do what the config says about numbers that are none. All ranks see them in the same step."""
-        fault = self._fault(flight)
+        fault = self._fault(state)
         goes_back = self._faults.go_back(fault, self.at.left_out)
         if fault is not None:
             self.at.left_out |= set(fault.samples) if goes_back else set()
-            self.parts.step.culprits = []
+            self.parts.step.nonfinite_samples = []
             self._journal.write(fault.entry(kept=not goes_back))
             self._journal.say(f"{fault}: {'going back to leave them out' if goes_back else 'the step changes nothing'}")
         return goes_back
 
-    def _fault(self, flight: Flight) -> Fault | None:
+    def _fault(self, state: StepState) -> Fault | None:
         transport, step = self.parts.world.transport, self.parts.step
-        lacking = flight.lacking
-        if not lacking and not flight.fault and self.saving.is_due(stopped=flight.stop):
-            lacking = transport.total(int(step.lacking), name="numbers") > 0  # so that nothing unsound is saved
-        if not lacking and not flight.fault:
+        lacking = state.partially_applied
+        if not lacking and not state.fault and self.saving.is_due(stopped=state.stop):
+            lacking = (
+                transport.total(int(step.partially_applied), name="numbers") > 0
+            )  # so that nothing unsound is saved
+        if not lacking and not state.fault:
             return None
-        what = flight.fault or "the gradient of a row is not finite"
-        return Fault(self.at.done, what, gathered(step.culprits, transport), learnt=lacking)
+        what = state.fault or "the gradient of a row is not finite"
+        return Fault(self.at.done, what, gathered(step.nonfinite_samples, transport), learnt=lacking)
 
     def _go_back(self) -> None:
         """Take the newest checkpoint and train on from there without what was found unsound."""
@@ -164,13 +166,13 @@ class Trainer:
             self._stopwatch.given(self.at.done, lengths, candidates)
         return float(self.parts.cost.of(lengths, candidates).sum())
 
-    def _rates(self) -> Rates:
+    def _rates(self) -> LearningRates:
         part = rates.share(self.at.done, self.parts.steps, self._train)
-        return Rates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
+        return LearningRates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
 
-    def _tell_if_due(self, flight: Flight) -> None:
+    def _tell_if_due(self, state: StepState) -> None:
         """Add up over all ranks what happened since the last time, and note it."""
-        self._meter.count(flight)
+        self._meter.count(state)
         if self.at.done % self._train.log_every and self.at.done != self.parts.steps:
             return
         taken, world = self._meter.take(), self.parts.world
@@ -178,7 +180,7 @@ class Trainer:
         values = torch.tensor([*taken.sums, chosen], dtype=torch.float64, device=world.device)
         *sums, agreed = world.transport.all_reduce(values, name="progress").wait().tolist()
         self.saving.agree(int(agreed))
-        entry = taken.entry(sums) | {"lr": flight.rates.dense, "tables_lr": flight.rates.tables}
+        entry = taken.entry(sums) | {"lr": state.rates.dense, "tables_lr": state.rates.tables}
         left = (self.parts.steps - self.at.done) * taken.seconds_per_step
         self._journal.progress(self.at.done, entry, seconds_left=left)
 

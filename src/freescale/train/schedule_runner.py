@@ -1,0 +1,94 @@
+"""Runs a schedule with a table of operations: on which lane, recorded under which cause, and on which device stream."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from freescale.bubbles.recorder import Flight as Transfer
+from freescale.bubbles.recorder import Recorder
+from freescale.embedding.prioritized import Held, Journey, held
+from freescale.embedding.sharded import ShardedTables
+from freescale.overlap.executor import Executor, Rest, Streams
+from freescale.overlap.schedule import Operation, Schedule
+from freescale.transport.choose import Chosen
+
+
+class HasEmbedding(Protocol):
+    """The state of a batch, as far as operations on rows use it."""
+
+    embedding: Journey
+
+
+S = TypeVar("S", bound=HasEmbedding)
+Perform = Callable[[S, Operation], Rest | None]
+"""Performs an operation on the state of a batch. A returned callback waits for what the operation started."""
+
+
+class ScheduleRunner(Generic[S]):
+    """Runs the steps of a schedule. `operations`: what each operation name does (see `train.step.operation_table`)."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        operations: Mapping[str, Perform[S]],
+        tables: ShardedTables | None,
+        transports: Chosen,
+        recorder: Recorder | None,
+        device: torch.device,
+    ) -> None:
+        if missing := {operation.name for operation in schedule.operations} - operations.keys():
+            raise ValueError(f"the operation table lacks {', '.join(sorted(missing))}")
+        self._operations, self._recorder = operations, recorder
+        self._deferred_cause = ""
+        """Cause of the operation that the deferred lane runs now."""
+        self.peak_bytes = Held(0, 0, 0)
+        """The most bytes that unfinished batches held after a step."""
+        if transports.deferred is not None and tables is not None:
+            transports.deferred.watch(None if recorder is None else partial(self._trace_deferred, recorder))
+            tables.add_lane("deferred", transports.deferred)
+        streams = Streams() if device.type == "cpu" else SideStream(device)
+        self.executor: Executor[S] = Executor(schedule, self._perform, self._waiting, streams=streams)
+
+    def run(self, state: S, following: S | None) -> None:
+        """Run one step. Rows of `following` and gradients of `state` may still be in transfer afterwards."""
+        self.executor.run(state, following)
+        now = held([batch.embedding for batch in self.executor.under_way])
+        self.peak_bytes = Held(*map(max, self.peak_bytes, now))
+
+    def _perform(self, operation: Operation, state: S) -> Rest | None:
+        if state.embedding.canceled:  # on all ranks alike, so no rank waits for a skipped exchange
+            return None
+        # The deferred lane is another thread, which the recorder cannot follow: only its transfers are recorded.
+        in_background = operation.lane == "deferred" and self.executor.overlaps
+        if in_background:
+            self._deferred_cause = operation.cause
+        with nullcontext() if in_background or self._recorder is None else self._recorder.during(operation.cause):
+            return self._operations[operation.name](state, operation)
+
+    def _trace_deferred(self, recorder: Recorder, name: str, size: int) -> Transfer:
+        """Record a deferred transfer beside the steps, or inside them where all operations run one after another."""
+        if not self.executor.overlaps:
+            return recorder.begins(name, size)
+        return recorder.arrive(name, self._deferred_cause, alone=True, size=size)
+
+    def _waiting(self, cause: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
+
+
+class SideStream(Streams):
+    """A device stream for the deferred lane. Not tested on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, torch.Stream(device)
+
+    def deferred(self) -> AbstractContextManager[object]:
+        """Launch work on the side stream."""
+        return self._side
+
+    def hand_over(self) -> Callable[[], None]:
+        """Record an event that another stream waits for, without blocking the host."""
+        event = torch.accelerator.current_stream(self._device).record_event()
+        return lambda: torch.accelerator.current_stream(self._device).wait_event(event)
