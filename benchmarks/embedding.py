@@ -49,8 +49,8 @@ from freescale.data.sources import synthetic
 from freescale.embedding.sharder import PrioritizedEmbeddingSharder
 from freescale.models.timed import waits
 from freescale.train.pipeline import Pipeline
-from freescale.transport.pieces import PIECE_BYTES, Pieces
-from freescale.transport.world import World, beside
+from freescale.transport.chunked import CHUNK_BYTES, ChunkedTransport
+from freescale.transport.world import World, clone_group
 from processes import on_ranks
 from record import save
 
@@ -366,7 +366,7 @@ def linear_law(results: list[dict[str, Any]]) -> dict[str, Any]:
 def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of an urgent exchange: alone, and while deferred ones are on their way in three ways."""
     urgent = world.transport
-    other = beside(urgent)
+    other = clone_group(urgent)
     small = torch.zeros(options.urgent_bytes // 4 // RANKS * RANKS)
     large = torch.zeros(options.deferred_bytes // 4 // RANKS * RANKS)
 
@@ -389,7 +389,7 @@ def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
     def median(function: Callable[..., int], *words: Any) -> float:
         """Of several times; each ends when the last rank has what it waits for."""
-        took = [urgent.largest(function(*words), name="nanoseconds") for _ in range(options.repeats)]
+        took = [urgent.max(function(*words), name="nanoseconds") for _ in range(options.repeats)]
         return round(statistics.median(took) / 1e6, 2)
 
     exchange(other, small)
@@ -399,8 +399,8 @@ def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
         "alone_ms": median(timed),
         "one_group_ms": median(while_deferred, urgent),
         "two_groups_ms": median(while_deferred, other),
-        "yielding_ms": median(while_deferred, Pieces(other, urgent=urgent)),
-        "a_piece_ms": round(1e3 * PIECE_BYTES["cpu"] / RANKS * 8 / (options.fast_mbit * 1e6), 2),
+        "yielding_ms": median(while_deferred, ChunkedTransport(other, urgent=urgent)),
+        "a_piece_ms": round(1e3 * CHUNK_BYTES["cpu"] / RANKS * 8 / (options.fast_mbit * 1e6), 2),
     }
 
 

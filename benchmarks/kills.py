@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from freescale.errors import TransportError
-from freescale.transport.choose import Ways
-from freescale.transport.world import join, leave
+from freescale.transport.selection import TransportFactory
+from freescale.transport.world import destroy_world, init_world
 from record import save
 
 LANES = 2
@@ -55,16 +55,16 @@ def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Con
     torch.set_num_threads(1)
     sys.stderr = Told(pipe)  # whoever cannot even join says so there, and ends
     try:
-        world = join(timeout=setting["timeout"])
-        ways = Ways(world)
-        urgent = ways.make(setting["way"])
-        lanes = [urgent, ways.make(setting["way"], urgent=urgent)]
+        world = init_world(timeout=setting["timeout"])
+        ways = TransportFactory(world)
+        urgent = ways.create(setting["way"])
+        lanes = [urgent, ways.create(setting["way"], urgent=urgent)]
         for number in range(setting["exchanges"]):
             rows = int(np.random.default_rng((setting["seed"], number)).integers(1, 300_000))
             counts = [rows] * ranks
             got = lanes[number % LANES].all_to_all(torch.arange(rows * ranks), counts, counts, name="rows").wait()
             assert torch.equal(got.view(ranks, rows)[0], torch.arange(rows) + rank * rows)
-        leave()
+        destroy_world()
         pipe.send("done")
     except TransportError as error:
         pipe.send(str(error))
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["torch", "freescale.transport.choose", "__main__"])
+    multiprocessing.set_forkserver_preload(["torch", "freescale.transport.selection", "__main__"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

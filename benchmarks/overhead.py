@@ -44,7 +44,7 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
 
     def step(batch: Batch) -> None:
         inputs = network.model.prepare(batch)
-        count = world.transport.total(inputs.count, name="bare count")
+        count = world.transport.sum(inputs.count, name="bare count")
         unique, index = deduplicate(inputs.ids["item"], rows=items)
         wanted = {"item": Wanted(unique, index)}
         route = exchange.send_ids(wanted)

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from tests.support.lab import ADDRESS, INTERFACE, Lab, enter
 
-from freescale.transport.world import join, leave
+from freescale.transport.world import destroy_world, init_world
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab | None = None) -> Any:
@@ -41,11 +41,11 @@ def _run(
         os.environ |= {"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": INTERFACE}
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_measurement, daemon=True).start()
-    world = join(timeout=120.0)
+    world = init_world(timeout=120.0)
     found = function(world, *arguments)
     if world.is_rank_zero:
         result.write_bytes(pickle.dumps(found))
-    leave()
+    destroy_world()
 
 
 def _end_with_the_measurement() -> None:

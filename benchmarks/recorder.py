@@ -49,8 +49,8 @@ def marks() -> dict[str, float]:
 
     def transfer() -> None:
         flight = recorder.arrive("rows")
-        flight.waits()
-        flight.landed()
+        flight.on_wait()
+        flight.on_complete()
 
     def data() -> None:
         for _ in recorder.each("data", (0,)):

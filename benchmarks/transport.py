@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from tests.support.lab import lab
 
-from freescale.transport.choose import Ways
-from freescale.transport.handle import Transport
+from freescale.transport.base import Transport
+from freescale.transport.selection import TransportFactory
 from freescale.transport.world import World
 from processes import on_ranks
 from record import save
@@ -44,21 +44,21 @@ LARGE_ROWS = (1 << 28) + 4097
 
 def exchanges(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Random exchanges by every way; counts those that are not bitwise what gloo brings."""
-    ways = Ways(world)
-    opened = {name: ways.make(name) for name in ways.possible if name != "c10d"}
+    ways = TransportFactory(world)
+    opened = {name: ways.create(name) for name in ways.available if name != "c10d"}
     wrong = dict.fromkeys(opened, 0)
     for number in range(options.exchanges):
         rows, send, receive = _drawn(world, number)
         _compare(world, opened, rows, send, receive, wrong)
     for number in range(options.large):
         _compare(world, opened, *_large(world, number, options.large_rows), wrong)
-    counts = [world.transport.total(count, name="wrong") for count in wrong.values()]
+    counts = [world.transport.sum(count, name="wrong") for count in wrong.values()]
     return {
         "ranks": world.world_size,
         "exchanges": options.exchanges,
         "above_2_gib": options.large,
         "wrong": dict(zip(wrong, counts, strict=True)),
-        "impossible": ways.impossible,
+        "impossible": ways.unavailable,
     }
 
 
@@ -97,8 +97,8 @@ def _large(world: World, number: int, rows: int) -> tuple[torch.Tensor, list[int
 
 def speed(world: World, megabytes: int, names: tuple[str, str], turns: int) -> dict[str, Any]:
     """Two ways in turns, and the first against itself: milliseconds of an exchange, and of CPU that all ranks spent."""
-    ways = Ways(world)
-    opened = {name: ways.make(name) for name in names} | {"again": world.transport}
+    ways = TransportFactory(world)
+    opened = {name: ways.create(name) for name in names} | {"again": world.transport}
     counts = [(megabytes << 18) // world.world_size] * world.world_size
     rows = torch.rand(sum(counts))
     times = max(2, 128 // megabytes)
@@ -125,13 +125,13 @@ def _taken(
     world: World, transport: Transport, rows: torch.Tensor, counts: list[int], times: int
 ) -> tuple[float, float]:
     """Milliseconds of the slowest rank, and CPU of all, per exchange."""
-    world.transport.total(0, name="meet")
+    world.transport.sum(0, name="meet")
     began, busy = time.perf_counter_ns(), time.process_time_ns()
     for _ in range(times):
         transport.all_to_all(rows, counts, counts, name="bytes").wait()
     took, spent = time.perf_counter_ns() - began, time.process_time_ns() - busy
-    slowest = world.transport.largest(took, name="took")
-    return slowest / times / 1e6, world.transport.total(spent, name="spent") / times / 1e6
+    slowest = world.transport.max(took, name="took")
+    return slowest / times / 1e6, world.transport.sum(spent, name="spent") / times / 1e6
 
 
 def staged(options: argparse.Namespace) -> list[dict[str, Any]]:

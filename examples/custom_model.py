@@ -17,7 +17,7 @@ from freescale.data.sources import synthetic
 from freescale.models.protocol import Rows
 from freescale.train.build import build
 from freescale.train.journal import entries
-from freescale.transport.world import join, leave
+from freescale.transport.world import destroy_world, init_world
 
 ITEMS, OOV, DIM = 2000, 16, 16
 
@@ -63,7 +63,7 @@ class NextByMean(nn.Module):
 
 
 def main() -> None:
-    world = join(timeout=60)
+    world = init_world(timeout=60)
     with tempfile.TemporaryDirectory() as folder:
         places = [folder]
         dist.broadcast_object_list(places)
@@ -82,7 +82,7 @@ def main() -> None:
             losses = [entry["loss"] for entry in entries(place / "run") if entry["kind"] == "train"]
             print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
         dist.barrier()
-    leave()
+    destroy_world()
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             time.sleep(SLEEP if rank == 1 else 0.0)
         with bubbles.during("dense gradients"):
             flight = bubbles.recorder.arrive("sum")
-            flight.waits()
+            flight.on_wait()
             dist.all_reduce(torch.zeros(8))
-            flight.landed()
+            flight.on_complete()
         bubbles.end_step()
     bubbles.close()
     (folder / f"{rank}.json").write_text(json.dumps([offset.add, offset.bound]))

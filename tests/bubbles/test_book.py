@@ -80,7 +80,7 @@ def different(world: World, folder: str) -> None:
     bubbles = Bubbles(Path(folder), steps=4, every=1)
     for _ in range(4):
         flight = bubbles.recorder.arrive(f"only on {world.rank}")
-        flight.landed()
+        flight.on_complete()
         bubbles.end_step()
     bubbles.close()
 
@@ -156,9 +156,9 @@ def test_what_goes_on_behind_the_step_is_hidden_and_takes_no_compute_away() -> N
     recorder = Recorder(0)
     with recorder.during("forward"):
         flight = recorder.arrive("samples", "samples", alone=True)
-        flight.waits()  # a thread waits, not the step
+        flight.on_wait()  # a thread waits, not the step
         time.sleep(0.02)
-        flight.landed()
+        flight.on_complete()
         time.sleep(0.01)
     with recorder.during("host"):
         recorder.arrive("samples", "samples", alone=True)
@@ -198,8 +198,8 @@ def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once
     recorder = Recorder(0)
     flight = recorder.arrive("rows", "deferred rows")
     first = recorder.cut(1)
-    flight.waits()
-    flight.landed()
+    flight.on_wait()
+    flight.on_complete()
     second = recorder.cut(2)
     one, two = recorder.read(first), recorder.read(second)
     assert [t.name for t in one.transfers] == [t.name for t in two.transfers]

@@ -94,9 +94,9 @@ def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passe
     with recorder.during("forward"):
         queue.host_ahead_ms += 30  # the host only queues 30 ms of work
     flight = recorder.arrive("sum", "dense gradients")
-    flight.waits()
+    flight.on_wait()
     queue.host_ahead_ms += 5
-    flight.landed()
+    flight.on_complete()
     marks = recorder.cut(1)
     assert queue.now_ms == 5000.0  # nothing has been waited for
     step = recorder.read(marks)

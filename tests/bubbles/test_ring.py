@@ -17,7 +17,7 @@ def test_a_killed_process_leaves_its_last_operations(tmp_path: Path) -> None:
         recorder = Recorder(3, ring=ring.Ring(tmp_path, 3))
         for step in range(1000):
             with recorder.during("forward"):
-                recorder.arrive("rows").landed()
+                recorder.arrive("rows").on_complete()
             recorder.cut(step)
         with recorder.during("backward"):
             recorder.arrive("gradients of rows, a name that is longer than what is kept of it")

@@ -9,13 +9,13 @@ import torch
 from freescale.checkpoint import export, store
 from freescale.checkpoint.files import CheckpointError, Part
 from freescale.errors import DataError
-from freescale.transport.world import apart
+from freescale.transport.world import new_group
 from tests.support.ranks import Ranks, World
 
 
 def saved(world: World, folder: str, steps: int, keep: int) -> list[str]:
     """Save several steps, changing the tensor right after each save returns."""
-    place = store.Store(Path(folder), keep=keep, transport=apart(timeout=30))
+    place = store.Store(Path(folder), keep=keep, transport=new_group(timeout=30))
     weight = torch.zeros(200_000)
     for step in range(1, steps + 1):
         weight += 1.0
@@ -41,7 +41,7 @@ def refused(world: World, folder: str) -> list[str]:
     link = Path(folder) / f"seen by {world.rank}"
     (Path(folder) / "file").touch()
     (Path(folder) / "folder").mkdir(exist_ok=True)
-    place = store.Store(link, keep=2, transport=apart(timeout=30))
+    place = store.Store(link, keep=2, transport=new_group(timeout=30))
     weight = {"weight": Part.whole(torch.ones(5), everywhere=False)} if world.rank else {}
     said = []
     for step in (1, 2):

@@ -15,9 +15,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 import freescale as fs
 from freescale import log
 from freescale.config import TransportConfig
-from freescale.config.schema import Way
+from freescale.config.schema import TransportName
+from freescale.transport.base import PendingWork
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Handle
 from tests.support import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.torchrec_model import batches, sharded
@@ -59,7 +59,7 @@ def prioritized(
     shared: float,
     steps: int,
     overlap: bool,
-    way: Way = "c10d",
+    way: TransportName = "c10d",
 ) -> tuple[list[float], Arrays]:
     fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
     model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=fused))
@@ -106,7 +106,7 @@ def test_all_ranks_stop_after_the_last_step_for_which_each_has_a_batch(
 
 
 def plainly(
-    world: World, optimizer: str, shared: float, steps: int, way: Way | None = None
+    world: World, optimizer: str, shared: float, steps: int, way: TransportName | None = None
 ) -> tuple[list[float], Arrays]:
     """TorchRec's own loop; its rows take TorchRec's way, or one of ours."""
     fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
@@ -145,16 +145,16 @@ def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
             seconds = float(rng.exponential(4e-4) * rng.integers(0, 2))
         time.sleep(seconds)
 
-    start, wait, backward = C10d._start, Handle.wait, fs.Pipeline.backward
+    start, wait, backward = C10d._start, PendingWork.wait, fs.Pipeline.backward
     C10d._start = lambda *words: (late(), start(*words))[1]  # type: ignore[method-assign]
-    Handle.wait = lambda self: (late(), wait(self))[1]  # type: ignore[method-assign]
+    PendingWork.wait = lambda self: (late(), wait(self))[1]  # type: ignore[method-assign]
     # DDP adds gradients up inside of it.
     fs.Pipeline.backward = lambda *words: (late(), backward(*words))[1]  # type: ignore[method-assign]
     try:
-        ways: list[Way] = ["c10d", "shared_memory"]
+        ways: list[TransportName] = ["c10d", "shared_memory"]
         return [prioritized(world, "rowwise_adagrad", 0.3, 8, True, ways[run % 2]) for run in range(runs)]
     finally:
-        C10d._start, Handle.wait, fs.Pipeline.backward = start, wait, backward  # type: ignore[method-assign]
+        C10d._start, PendingWork.wait, fs.Pipeline.backward = start, wait, backward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -186,7 +186,7 @@ def test_steps_are_those_of_torchrec(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", ["c10d", "host_staged", "shared_memory"])
 def test_plain_torchrec_learns_the_same_bits_whichever_way_its_rows_take(
-    groups: dict[int, Ranks], ranks: int, way: Way
+    groups: dict[int, Ranks], ranks: int, way: TransportName
 ) -> None:
     theirs = groups[ranks].run(plainly, "rowwise_adagrad", 0.3, 12)
     ours = groups[ranks].run(plainly, "rowwise_adagrad", 0.3, 12, way)

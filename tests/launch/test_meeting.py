@@ -10,7 +10,7 @@ from freescale.errors import UsageError
 from freescale.launch.decide import Verdict
 from freescale.launch.hosts import Hosts
 from freescale.launch.meeting import Meeting
-from freescale.transport.world import name_in_store
+from freescale.transport.world import store_prefix
 
 
 def listening(port: int) -> set[str]:
@@ -56,7 +56,7 @@ def test_what_was_said_in_earlier_generations_is_forgotten() -> None:
     for generation in range(3):
         meeting.come(generation)
         meeting.open(generation, {0: 0}, 1)
-        dist.PrefixStore(name_in_store(generation), of_ranks).set("an address", "")
+        dist.PrefixStore(store_prefix(generation), of_ranks).set("an address", "")
         meeting.conclude(generation, Verdict(None, "so"))
     left = [key.lstrip("/") for key in of_ranks.list_keys()]
     assert not [key for key in left if key.startswith(("0/", "freescale/0/"))]

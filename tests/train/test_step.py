@@ -8,7 +8,7 @@ import torch
 from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
 from freescale.train.schedule_runner import ScheduleRunner
 from freescale.train.step import operation_table
-from freescale.transport.choose import Chosen
+from freescale.transport.selection import TransportSelection
 
 _SCHEDULES = {"replicated": serial(sharded=False), "serial": serial(sharded=True), "overlapped": overlapped()}
 
@@ -28,5 +28,10 @@ def test_a_schedule_with_an_operation_that_the_table_lacks_is_refused() -> None:
     schedule = Schedule((Operation("prepare", "host", "host"), Operation("invent", "host", "host")))
     with pytest.raises(ValueError, match="the operation table lacks invent"):
         ScheduleRunner(
-            schedule, operation_table(Mock(), None), None, Chosen(Mock(), None, []), None, torch.device("cpu")
+            schedule,
+            operation_table(Mock(), None),
+            None,
+            TransportSelection(Mock(), None, []),
+            None,
+            torch.device("cpu"),
         )

@@ -63,14 +63,14 @@ def add_up_gradients(world: World, stuck: int) -> str:
     assert isinstance(group, dist.ProcessGroup)
     model = DistributedDataParallel(nn.Linear(8, 1), process_group=group)
     used = C10d(group, world.store)
-    model.register_comm_hook(used, C10d.add_up_gradients)
+    model.register_comm_hook(used, C10d.all_reduce_gradients)
     loss = model(torch.ones(1, 8)).sum()
     if world.rank == stuck:
         time.sleep(6)
         return "slept"
     before = used.all_reduce(torch.ones(1), name="count")
     try:
-        with used.named("dense gradients"):
+        with used.guard("dense gradients"):
             loss.backward()
     except TransportError as error:
         return str(error)

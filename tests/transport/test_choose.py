@@ -9,45 +9,44 @@ import torch
 
 from freescale.config import TransportConfig
 from freescale.errors import ConfigError
-from freescale.transport.choose import Ways, choose, explain, pick
-from freescale.transport.probe import Measured
+from freescale.transport.selection import TransportFactory, TransportTiming, best_transport, explain, select_transports
 from tests.support.lab import lab
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
 MS = 1e-3
 TABLE = [
-    Measured("c10d", 1 << 20, 1.0 * MS, 0.5 * MS),
-    Measured("host_staged", 1 << 20, 2.0 * MS, 0.2 * MS),
-    Measured("shared_memory", 1 << 20, 0.4 * MS, 0.4 * MS),
+    TransportTiming("c10d", 1 << 20, 1.0 * MS, 0.5 * MS),
+    TransportTiming("host_staged", 1 << 20, 2.0 * MS, 0.2 * MS),
+    TransportTiming("shared_memory", 1 << 20, 0.4 * MS, 0.4 * MS),
 ]
 
 
 def said(world: World, urgent: str, deferred: str) -> list[str]:
     config = TransportConfig(urgent=urgent, deferred=deferred)  # type: ignore[arg-type]
-    return choose(joined(world), config, deferred=True).why
+    return select_transports(joined(world), config, deferred=True).reasons
 
 
 def refused(world: World) -> str:
     with pytest.raises(ConfigError) as caught:
-        Ways(joined(world)).make("copy_engine")
+        TransportFactory(joined(world)).create("copy_engine")
     return str(caught.value)
 
 
 def across_hosts(world: World) -> tuple[list[str], bool]:
     """Which ways two hosts with two ranks each have, and whether rows arrive through memory here and by gloo there."""
-    ways = Ways(joined(world))
-    transport = ways.make("shared_memory")
+    ways = TransportFactory(joined(world))
+    transport = ways.create("shared_memory")
     counts = [5 + rank for rank in range(world.ranks)]
     rows = torch.cat([torch.full((n,), 10 * world.rank + to) for to, n in enumerate(counts)])
     receive = [counts[world.rank]] * world.ranks
     got = transport.all_to_all(rows, counts, receive, name="rows").wait()
     expected = torch.arange(world.ranks).mul(10).add(world.rank).repeat_interleave(counts[world.rank])
-    return ways.possible, torch.equal(got, expected)
+    return ways.available, torch.equal(got, expected)
 
 
 def alone_on_its_host(world: World) -> str:
-    return Ways(joined(world)).impossible["shared_memory"]
+    return TransportFactory(joined(world)).unavailable["shared_memory"]
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +57,15 @@ def two() -> Iterator[Ranks]:
 
 
 def test_what_is_urgent_takes_the_quickest_way_and_what_is_deferred_the_one_that_costs_compute_least() -> None:
-    assert pick(TABLE, "urgent") == "shared_memory"
-    assert pick(TABLE, "deferred") == "host_staged"
+    assert best_transport(TABLE, "urgent") == "shared_memory"
+    assert best_transport(TABLE, "deferred") == "host_staged"
     assert "1024 KiB" in explain("urgent", "shared_memory", TABLE)
 
 
 def test_little_better_is_not_better() -> None:
-    close = [Measured("c10d", 1, 1.0, 1.0), Measured("shared_memory", 1, 0.95, 0.95)]
-    assert {pick(close, lane) for lane in ("urgent", "deferred")} == {"c10d"}
-    assert pick([], "urgent") == "c10d"
+    close = [TransportTiming("c10d", 1, 1.0, 1.0), TransportTiming("shared_memory", 1, 0.95, 0.95)]
+    assert {best_transport(close, lane) for lane in ("urgent", "deferred")} == {"c10d"}
+    assert best_transport([], "urgent") == "c10d"
 
 
 def test_all_ranks_choose_alike_and_say_why(two: Ranks) -> None:
@@ -107,6 +106,6 @@ def test_ranks_with_a_host_each_share_no_memory() -> None:
 
 
 def test_only_who_asks_for_copy_engines_loads_the_file_that_speaks_to_cuda() -> None:
-    source = Path(sys.modules["freescale.transport.choose"].__file__ or "").parent / "copy_engine.py"
+    source = Path(sys.modules["freescale.transport.selection"].__file__ or "").parent / "copy_engine.py"
     assert "freescale.transport.copy_engine" not in sys.modules
     assert len(source.read_text().splitlines()) < 200

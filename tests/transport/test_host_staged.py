@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.transport import pieces
+from freescale.transport import chunked as pieces
 from freescale.transport.c10d import C10d
-from freescale.transport.host_staged import Copies
-from freescale.transport.pieces import Pieces
+from freescale.transport.chunked import ChunkedTransport
+from freescale.transport.host_staged import Copier
 from tests.support.ranks import Ranks, World
 
 
-class LateCopies(Copies):
+class LateCopies(Copier):
     """A stand-in for the copies of a device: none is made before somebody waits for it, and then in order."""
 
     pinned = False
@@ -54,10 +54,10 @@ class Mark:
 
 def exchanges(world: World, seeds: int) -> list[int]:
     """Gives the seeds whose rows are not those of gloo."""
-    pieces.LARGE_PIECE_BYTES["cpu"] = 400
+    pieces.LARGE_CHUNK_BYTES["cpu"] = 400
     assert dist.group.WORLD is not None
     group = C10d(dist.group.WORLD, world.store, timeout=60.0)
-    staged = Pieces(group, copies=LateCopies())
+    staged = ChunkedTransport(group, copier=LateCopies())
     wrong = []
     for seed in range(seeds):
         splits = np.random.default_rng(seed).integers(0, 60, (world.ranks, world.ranks)) * (seed % 4 > 0)

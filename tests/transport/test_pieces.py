@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.transport import pieces
+from freescale.transport import chunked as pieces
 from freescale.transport.c10d import C10d
-from freescale.transport.pieces import Pieces
-from freescale.transport.world import beside
+from freescale.transport.chunked import ChunkedTransport
+from freescale.transport.world import clone_group
 from tests.support.ranks import Ranks, World
 
 
@@ -20,14 +20,14 @@ def lanes(world: World) -> tuple[C10d, C10d]:
     """What is urgent, and another group for what is not."""
     assert dist.group.WORLD is not None
     urgent = C10d(dist.group.WORLD, world.store, timeout=60.0)
-    return urgent, beside(urgent)
+    return urgent, clone_group(urgent)
 
 
 def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
     """Random uneven splits, zeros among them, in pieces of some bytes; every row says who sent it, and to whom."""
-    pieces.PIECE_BYTES["cpu"] = piece_bytes
+    pieces.CHUNK_BYTES["cpu"] = piece_bytes
     urgent, deferred = lanes(world)
-    transport = Pieces(deferred, urgent=urgent)
+    transport = ChunkedTransport(deferred, urgent=urgent)
     for seed in range(seeds):
         splits = np.random.default_rng(seed).integers(0, 9, (world.ranks, world.ranks)) * (seed % 3)
 
@@ -45,7 +45,7 @@ def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
 def paused(world: World) -> tuple[float, float]:
     """When something urgent ended that one rank was late for, and when something deferred did that began meanwhile."""
     urgent, deferred = lanes(world)
-    transport = Pieces(deferred, urgent=urgent)
+    transport = ChunkedTransport(deferred, urgent=urgent)
     ones = torch.ones(4)
     if world.rank == 1:
         time.sleep(0.3)
@@ -81,7 +81,7 @@ def test_nothing_deferred_moves_while_something_urgent_is_under_way() -> None:
 def passed(world: World) -> tuple[float, float]:
     """As above, once the wire has shown how quick it is. One rank is late for what is urgent, not for the other."""
     urgent, deferred = lanes(world)
-    transport = Pieces(deferred, urgent=urgent)
+    transport = ChunkedTransport(deferred, urgent=urgent)
     large, halves = torch.ones(1 << 19), [1 << 18, 1 << 18]
     transport.all_to_all(large, halves, halves, name="deferred")
     late = threading.Timer(0.5, lambda: None)

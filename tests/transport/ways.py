@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
+from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Transport
+from freescale.transport.chunked import ChunkedTransport
 from freescale.transport.one_sided import OneSided
-from freescale.transport.pieces import Pieces
 from freescale.transport.shared_memory import SharedMemory
 from tests.support.ranks import World
 
@@ -23,9 +23,9 @@ def way(world: World, name: str) -> Transport:
         group = C10d(dist.group.WORLD, world.store, timeout=DEADLINE)
         _made[name] = {
             "c10d": lambda: group,
-            "host_staged": lambda: Pieces(group),
+            "host_staged": lambda: ChunkedTransport(group),
             "shared_memory": lambda: OneSided(_memory(group, name, range(world.ranks)), group),
-            "two_hosts": lambda: OneSided(_memory(group, name, _same_half(world)), Pieces(group)),
+            "two_hosts": lambda: OneSided(_memory(group, name, _same_half(world)), ChunkedTransport(group)),
         }[name]()
     return _made[name]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from freescale.balance.place.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
 from freescale.errors import TransportError
-from freescale.transport.handle import Transport
-from freescale.transport.pieces import as_bytes
+from freescale.transport.base import Transport
+from freescale.transport.chunked import as_bytes
 
 Groups = Mapping[str, Events]
 """A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""

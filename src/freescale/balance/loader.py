@@ -28,7 +28,7 @@ from freescale.data.ahead import run_ahead
 from freescale.data.batch import Events
 from freescale.errors import DataError, UsageError
 from freescale.log import info_once
-from freescale.transport.world import apart, hosts_of
+from freescale.transport.world import host_of_each_rank, new_group
 
 _Length = Callable[[Any], Tensor]
 _AHEAD = 2
@@ -63,8 +63,8 @@ class BalancedLoader:
     ) -> None:
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
         rank, world_size = _place()
-        transport = apart(timeout=timeout) if callable(length) and world_size > 1 else None  # else nothing moves
-        hosts = None if transport is None else hosts_of(transport)
+        transport = new_group(timeout=timeout) if callable(length) and world_size > 1 else None  # else nothing moves
+        hosts = None if transport is None else host_of_each_rank(transport)
         plan = _Plan(Planner(cost, rules, world_size=world_size, hosts=hosts), terms, world_size)
         self._batches: _Exchanged | _Placed
         if callable(length):

@@ -51,7 +51,7 @@ def calibrated(config: RunConfig, world: World) -> Compute:
     model, took = model_of(config, items=loader.known.rows), []
     for _ in range(_REPEATS):
         took.append(alone(config, world, model, batches))
-        world.transport.total(0, name="calibration")  # so that others, who wait, know that it goes on
+        world.transport.sum(0, name="calibration")  # so that others, who wait, know that it goes on
     constants = torch.zeros(5, dtype=torch.float64)
     if world.is_rank_zero:
         products = Products()

@@ -213,7 +213,7 @@ class Watched(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(seconds=120)) -> bool:
         """As the transfer does."""
-        self._flight.waits()
+        self._flight.on_wait()
         found = self._work.wait(timeout)
-        self._flight.landed()
+        self._flight.on_complete()
         return found

@@ -17,7 +17,7 @@ _KNOWN, _HOST = frozenset(CAUSES), Clock()
 
 
 @dataclass
-class Flight:
+class CollectiveRecord:
     """A collective on its way. It may land on any thread."""
 
     clock: Clock
@@ -32,12 +32,12 @@ class Flight:
     ends: Callable[[], None] | None = None
     """Is called when it is done."""
 
-    def waits(self) -> None:
+    def on_wait(self) -> None:
         """From here on this rank can do nothing but wait for it. A thread behind the step holds nothing up."""
         if self.waited is None and not self.alone:
             self.waited = self.clock.mark()
 
-    def landed(self) -> None:
+    def on_complete(self) -> None:
         """It is done."""
         if self.done is None:
             self.done = self.clock.mark()
@@ -54,7 +54,7 @@ class Marks:
     begin: Any
     end: Any
     spans: list[tuple[str, Any, Any]]
-    flights: list[Flight]
+    flights: list[CollectiveRecord]
 
 
 class Recorder:
@@ -73,7 +73,7 @@ class Recorder:
     def restart(self) -> None:
         """Forget what was not yet cut off: the step begins now."""
         self._spans: list[tuple[str, Any, Any]] = []
-        self._flights: list[Flight] = []
+        self._flights: list[CollectiveRecord] = []
         self._names: Counter[str] = Counter()
         self._begin: Any = self._clock.mark()
 
@@ -113,11 +113,11 @@ class Recorder:
                 return
             yield found[0]
 
-    def begins(self, name: str, size: int) -> Flight:
+    def begins(self, name: str, size: int) -> CollectiveRecord:
         """What a transport tells of a transfer: it is of the cause that goes on."""
         return self.arrive(name, size=size)
 
-    def arrive(self, name: str, kind: str | None = None, *, alone: bool = False, size: int = 0) -> Flight:
+    def arrive(self, name: str, kind: str | None = None, *, alone: bool = False, size: int = 0) -> CollectiveRecord:
         """This rank has come to a collective. All ranks come to the same ones in the same order, in the same step.
 
         `alone`: that is not so, since it goes on behind the steps; then nobody is asked who came last. `size`: bytes.
@@ -128,7 +128,7 @@ class Recorder:
             self._names[name] += 1
             unique = f"{self._cuts}/{name}" if self._names[name] == 1 else f"{self._cuts}/{name} {self._names[name]}"
             ends = None if self._ring is None else lambda: self._note("out", name)
-            flight = Flight(clock, kind or self._kind, unique, clock.mark(), alone, size, ends=ends)
+            flight = CollectiveRecord(clock, kind or self._kind, unique, clock.mark(), alone, size, ends=ends)
             self._flights.append(flight)
         self._note("in", name)
         return flight
@@ -153,7 +153,7 @@ class Recorder:
         ahead, read = self.ahead, self._clock.read
         begin, end = read(marks.begin) + ahead, read(marks.end) + ahead
 
-        def transfer(flight: Flight) -> Transfer:
+        def transfer(flight: CollectiveRecord) -> Transfer:
             read = flight.clock.read
             done = end if flight.done is None else read(flight.done) + ahead
             waits = () if flight.waited is None else ((read(flight.waited) + ahead, done),)

@@ -30,7 +30,7 @@ _WRITING, _DAMAGED = ".writing", ".damaged"
 def newest(folder: Path, transport: C10d) -> Path | None:
     """The newest complete checkpoint, as rank 0 sees it: all ranks must take the same."""
     found = complete(folder) if transport.peers.rank == 0 else []
-    number = transport.total(1 + step_of(found[-1]) if found else 0, name="newest checkpoint")
+    number = transport.sum(1 + step_of(found[-1]) if found else 0, name="newest checkpoint")
     return named(folder, number - 1) if number else None
 
 
@@ -73,7 +73,7 @@ class Store:
             for left_behind in folder.glob(f"step-*{_WRITING}"):
                 shutil.rmtree(left_behind)
         # Ranks of an earlier start that was cut off may still write: they must not write into our files.
-        self._mark = transport.total(secrets.randbits(62) if self._rank == 0 else 0, name="mark")
+        self._mark = transport.sum(secrets.randbits(62) if self._rank == 0 else 0, name="mark")
 
     def save(self, step: int, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
         """Copy the tensors now, and write them while training goes on. What was saved before must have been waited for.

@@ -40,9 +40,9 @@ def _measure(options: argparse.Namespace, config: RunConfig) -> int:
     """What every rank does."""
     with progress("starting"):
         from freescale.bench import page, step
-        from freescale.transport.world import join, leave
+        from freescale.transport.world import destroy_world, init_world
 
-        world = join(timeout=config.train.timeout)
+        world = init_world(timeout=config.train.timeout)
     folder = options.out.with_suffix("")
     trainings = options.turns * len(step.WAYS) + sum(map(len, step.COMPARED.values()))
     with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
@@ -62,7 +62,7 @@ def _measure(options: argparse.Namespace, config: RunConfig) -> int:
             print_table(f"{world.world_size} ranks", page.HEADER, page.rows(found.figures()))
             print_table("what is learnt", page.EXACT_HEADER, page.exact_rows(exact), words=(0, 1, 2))
             say(page.headline(found), f"page: {options.out}")
-    leave()
+    destroy_world()
     return 0
 
 

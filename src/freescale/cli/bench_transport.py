@@ -12,7 +12,7 @@ from freescale.launch import launched_instead
 from freescale.progress import progress
 
 if TYPE_CHECKING:
-    from freescale.transport.probe import Measured
+    from freescale.transport.selection import TransportTiming
 
 _DEADLINE = 120.0
 _HEADER = ["way", "KiB sent by a rank", "ms", "ms taken from compute"]
@@ -45,33 +45,35 @@ def run(argv: Sequence[str], prog: str) -> int:
     if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
         return code
     with progress("starting"):
-        from freescale.transport.choose import Ways, explain, pick
-        from freescale.transport.probe import probe
-        from freescale.transport.world import join, leave
+        from freescale.transport.selection import TransportFactory, best_transport, explain, probe
+        from freescale.transport.world import destroy_world, init_world
 
-        world = join(timeout=_DEADLINE)
-    ways = Ways(world)
-    opened = {name: ways.make(name) for name in ways.possible}
+        world = init_world(timeout=_DEADLINE)
+    ways = TransportFactory(world)
+    opened = {name: ways.create(name) for name in ways.available}
     found = probe(opened, world.transport, world.device, sizes=[kib << 10 for kib in options.kib], rounds=5)
     by_size = [[one for one in found if one.sent_bytes == kib << 10] for kib in options.kib]
-    picks = [explain(lane, pick(of, lane), of) for of in by_size for lane in ("urgent", "deferred")]
+    picks = [explain(lane, best_transport(of, lane), of) for of in by_size for lane in ("urgent", "deferred")]
     if world.is_rank_zero:
-        write_page(options.out, _page(found, picks, ways.impossible))
+        write_page(options.out, _page(found, picks, ways.unavailable))
         if options.json:
-            print_json({"measured": [asdict(one) for one in found], "impossible": ways.impossible, "picks": picks})
+            print_json({"measured": [asdict(one) for one in found], "impossible": ways.unavailable, "picks": picks})
         else:
             print_table(f"{world.world_size} ranks", _HEADER, _rows(found))
-            impossible = [f"not possible: {way}, {why}" for way, why in ways.impossible.items()]
+            impossible = [f"not possible: {way}, {why}" for way, why in ways.unavailable.items()]
             say(*picks, *impossible, f"page: {options.out}")
-    leave()
+    destroy_world()
     return 0
 
 
-def _rows(found: Sequence["Measured"]) -> list[list[str]]:
-    return [[m.way, f"{m.sent_bytes >> 10:,}", f"{m.seconds * 1e3:.2f}", f"{m.taken_seconds * 1e3:.2f}"] for m in found]
+def _rows(found: Sequence["TransportTiming"]) -> list[list[str]]:
+    return [
+        [m.transport, f"{m.sent_bytes >> 10:,}", f"{m.seconds * 1e3:.2f}", f"{m.lost_compute_seconds * 1e3:.2f}"]
+        for m in found
+    ]
 
 
-def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[str, str]) -> str:
+def _page(found: Sequence["TransportTiming"], picks: Sequence[str], impossible: dict[str, str]) -> str:
     left_out = [f"Not possible here: {way}, since {why}." for way, why in impossible.items()]
     return page.document(
         "Ways between ranks",
@@ -84,15 +86,15 @@ def _page(found: Sequence["Measured"], picks: Sequence[str], impossible: dict[st
         page.section(
             "A transfer behind compute",
             "Compute time that is lost while it goes on. Deferred traffic takes the way that costs the least.",
-            _curves(found, lambda one: one.taken_seconds, "ms of compute"),
+            _curves(found, lambda one: one.lost_compute_seconds, "ms of compute"),
         ),
         page.section("All figures", " ".join(left_out), page.table(_HEADER, _rows(found))),
         page.section("What would be chosen", "By size and lane.", page.table(["choice"], [[line] for line in picks])),
     )
 
 
-def _curves(found: Sequence["Measured"], figure: Callable[["Measured"], float], unit: str) -> str:
-    by_way = {one.way: [other for other in found if other.way == one.way] for one in found}
+def _curves(found: Sequence["TransportTiming"], figure: Callable[["TransportTiming"], float], unit: str) -> str:
+    by_way = {one.transport: [other for other in found if other.transport == one.transport] for one in found}
     sizes = {way: [one.sent_bytes / 1024 for one in some] for way, some in by_way.items()}
     lines = [page.Series(way, sizes[way], [max(1e-3, 1e3 * figure(one)) for one in by_way[way]]) for way in by_way]
     return page.line_chart(lines, page.Axis("KiB sent by a rank", log=True), page.Axis(unit, log=True))

@@ -40,7 +40,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         from freescale.train.predict import predict
 
         predicted = predict(saved, options.out, count=options.k)
-        users, short = (saved.world.transport.total(count, name="users") for count in predicted)
+        users, short = (saved.world.transport.sum(count, name="users") for count in predicted)
         if saved.world.is_rank_zero:
             fewer = f"; for {short:,} of them fewer can be recommended" if short else ""
             say(f"{options.out}: {'up to ' if short else ''}{options.k} items for each of {users:,} users{fewer}")

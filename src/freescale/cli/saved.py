@@ -47,13 +47,13 @@ def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Pa
     """What every rank does."""
     with progress("starting"):
         from freescale.train.saved import config_of, open_run
-        from freescale.transport.world import join, leave
+        from freescale.transport.world import destroy_world, init_world
 
         config = config_of(options.run, options.data)
-        world = join(timeout=config.train.timeout)
+        world = init_world(timeout=config.train.timeout)
     with progress(f"loading {options.run}"):
         saved = open_run(options.run, config, world)
     with writing(out) if out is not None else nullcontext():
         work(saved)
-    leave()
+    destroy_world()
     return 0

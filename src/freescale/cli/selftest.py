@@ -35,10 +35,10 @@ def run(argv: Sequence[str], prog: str) -> int:
         return code
     with progress("starting"):
         from freescale.train.selftest import Selftest
-        from freescale.transport.world import join, leave
+        from freescale.transport.world import destroy_world, init_world
 
         require_gpu(options.device)
-        world = join(timeout=_DEADLINE, device=options.device)
+        world = init_world(timeout=_DEADLINE, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.is_rank_zero and options.json:
@@ -48,5 +48,5 @@ def run(argv: Sequence[str], prog: str) -> int:
         rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
         print_table(title, ["check", "outcome", "why"], rows, words=(0, 1, 2))
         say(f"{failed} failed" if failed else "nothing failed")
-    leave()
+    destroy_world()
     return 1 if failed else 0

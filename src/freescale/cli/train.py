@@ -37,9 +37,9 @@ def _train(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
     """What every rank does."""
     with progress("starting"):
         from freescale.train.run import train
-        from freescale.transport.world import join
+        from freescale.transport.world import init_world
 
-        world = join(timeout=config.train.timeout)
+        world = init_world(timeout=config.train.timeout)
     asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
     return train(config, world, out, **asked)
 

@@ -122,16 +122,16 @@ class TablesConfig:
             _require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
 
 
-Way = Literal["auto", "c10d", "host_staged", "shared_memory", "copy_engine"]
+TransportName = Literal["auto", "c10d", "host_staged", "shared_memory", "copy_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
     """Which way rows take between ranks. All give the same result; auto probes at the start and says what it found."""
 
-    urgent: Way = "auto"
+    urgent: TransportName = "auto"
     """For what a step waits for: the quickest."""
-    deferred: Way = "auto"
+    deferred: TransportName = "auto"
     """For what travels behind compute: the one that takes the least from it."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from freescale.embedding.split import Shared, pack, packed_sizes, unpack
 from freescale.embedding.tables import Table, by_dim
 from freescale.embedding.unique import Wanted
-from freescale.transport.handle import Transport
+from freescale.transport.base import Transport
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""

@@ -12,7 +12,7 @@ from freescale.embedding.shard import Shard
 from freescale.embedding.tables import Table
 from freescale.embedding.unique import Wanted
 from freescale.log import warning_once
-from freescale.transport.handle import Transport
+from freescale.transport.base import Transport
 from freescale.transport.world import World
 
 

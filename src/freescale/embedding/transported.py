@@ -17,17 +17,19 @@ from torchrec.distributed.sharding.sequence_sharding import SequenceShardingCont
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from freescale.config.schema import TransportConfig, Way
+from freescale.config.schema import TransportConfig, TransportName
 from freescale.errors import UsageError
-from freescale.transport.choose import choose
-from freescale.transport.handle import Arriving, Transport
-from freescale.transport.world import around
+from freescale.transport.base import Transport, Work
+from freescale.transport.selection import select_transports
+from freescale.transport.world import from_group
 
 
 class TransportEmbeddingSharder(EmbeddingCollectionSharder):
     """Shards collections row-wise as TorchRec does, and moves their rows by `way`."""
 
-    def __init__(self, *, way: Way = "auto", timeout: float = 600, fused_params: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, *, way: TransportName = "auto", timeout: float = 600, fused_params: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(fused_params=fused_params)
         self._way, self._timeout = way, timeout
 
@@ -43,8 +45,8 @@ class TransportEmbeddingSharder(EmbeddingCollectionSharder):
         group = env.process_group
         if group is None:
             raise UsageError("rows travel only in a process group", remedy="call dist.init_process_group first")
-        world = around(group, device or torch.device("cpu"), timeout=self._timeout)
-        transport = choose(world, TransportConfig(urgent=self._way), deferred=False).urgent
+        world = from_group(group, device or torch.device("cpu"), timeout=self._timeout)
+        transport = select_transports(world, TransportConfig(urgent=self._way), deferred=False).urgent
 
         class Collection(ShardedEmbeddingCollection):
             """TorchRec makes shardings by a class method, so what they need is in the class."""
@@ -117,7 +119,7 @@ class _OutputDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, Tensor]):
 class _Moved(Awaitable[Tensor]):
     """Rows on their way; whoever waits gets them as a part of the graph."""
 
-    def __init__(self, rows: Tensor, arriving: Arriving[Tensor], *back: Any) -> None:
+    def __init__(self, rows: Tensor, arriving: Work[Tensor], *back: Any) -> None:
         super().__init__()
         self._all = rows, arriving, *back
 

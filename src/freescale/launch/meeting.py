@@ -26,7 +26,7 @@ import torch.distributed as dist
 from freescale.errors import TransportError, UsageError, reason
 from freescale.launch.decide import Verdict
 from freescale.launch.hosts import Hosts
-from freescale.transport.world import name_in_store
+from freescale.transport.world import store_prefix
 
 SILENT_SECONDS = 15.0
 """After which an agent or the store that gave no sign is taken to be lost."""
@@ -140,7 +140,7 @@ class Meeting:
     def _forget(self, generation: int) -> None:
         """Drop what agents and ranks left in the store, which would grow with every start."""
         for key in self._store.list_keys():
-            if key.lstrip("/").startswith((f"{generation}/", f"{name_in_store(generation)}/")):
+            if key.lstrip("/").startswith((f"{generation}/", f"{store_prefix(generation)}/")):
                 self._store.delete_key(key)
 
     def _set(self, key: str, value: Any) -> None:

@@ -31,8 +31,8 @@ from freescale.train.network import Network, data_parallel
 from freescale.train.saving import Parts
 from freescale.train.step import Step
 from freescale.train.trainer import Trainer
-from freescale.transport.choose import Chosen, choose, for_samples
-from freescale.transport.handle import Transport
+from freescale.transport.base import Transport
+from freescale.transport.selection import TransportSelection, select_transports, transport_for_samples
 from freescale.transport.world import World
 
 _STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
@@ -91,14 +91,14 @@ def build(
     steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _STEPS_PER_INTERVAL)
     bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
-    world.transport.watch(bubbles.recorder.begins)
-    ways.urgent.watch(bubbles.recorder.begins)
+    world.transport.add_tracer(bubbles.recorder.begins)
+    ways.urgent.add_tracer(bubbles.recorder.begins)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = optimizer_of(config, assembly.network.parameters())
     schedule = _schedule(config, overlaps=ways.deferred is not None)
     step = Step(parallel, assembly.tables, optimizer, schedule, world, bubbles.recorder, ways, config.train)
     cost = _cost(config, model)
-    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder, ways.way)
+    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder, ways.name)
     parts = Parts(
         config=config,
         world=world,
@@ -115,20 +115,20 @@ def build(
         evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
     )
     journal = Journal(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
-    for line in [*assembly.plan, *ways.why]:
+    for line in [*assembly.plan, *ways.reasons]:
         journal.say(line)
     return Trainer(parts, folder, journal)
 
 
-def _ways(config: RunConfig, world: World, loader: Loader) -> Chosen:
+def _ways(config: RunConfig, world: World, loader: Loader) -> TransportSelection:
     """What moves rows between ranks, if any have to move."""
     if config.tables.placement == "replicated":
-        return Chosen(world.transport, None, [])
+        return TransportSelection(world.transport, None, [])
     manifest = loader.dataset.manifest
     length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
     tokens = config.data.global_batch / world.world_size * length
     overlaps = config.tables.overlap == "on"
-    return choose(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
+    return select_transports(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
 
 
 def _schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
@@ -152,9 +152,9 @@ def _balanced(
         return loader, None
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
-    transport, hosts = for_samples(way, timeout=config.train.timeout)
+    transport, hosts = transport_for_samples(way, timeout=config.train.timeout)
     planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
-    transport.watch(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
+    transport.add_tracer(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 

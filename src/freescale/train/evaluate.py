@@ -84,7 +84,7 @@ def _require_targets(config: RunConfig, world: World) -> None:
     """Refuse to train for an evaluation that would have nothing to ask. Reads until the first target is found."""
     ranking = config.task.kind == "ranking"
     has_target = any(_has_candidate(batch) if ranking else _has_target(batch) for batch in _loader(config, world))
-    if not world.transport.total(int(has_target), name="targets"):
+    if not world.transport.sum(int(has_target), name="targets"):
         raise _no_targets(config)
 
 

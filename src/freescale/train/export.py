@@ -15,7 +15,7 @@ def export_model(saved: Saved, folder: Path) -> list[str]:
     world, tables = saved.world, saved.assembly.tables
     if (folder / export.LIST).exists():
         raise UsageError("there is an export in this folder already", where=str(folder), remedy="choose another folder")
-    world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
+    world.transport.sum(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     mine = {}
     if world.is_rank_zero:
@@ -27,7 +27,7 @@ def export_model(saved: Saved, folder: Path) -> list[str]:
         mine[name] = export.write_tensors(folder / name, rows, first)
     notes = [folder / f"written-{rank:05d}.json" for rank in range(world.world_size)]
     notes[world.rank].write_text(json.dumps(mine))
-    world.transport.total(0, name="write the export")
+    world.transport.sum(0, name="write the export")
     if not world.is_rank_zero:
         return []
     configs.save(saved.config, folder / "config.toml")

@@ -93,4 +93,4 @@ def backward(loss: Tensor, computed: Callable[[], AbstractContextManager[None]])
 
 
 def _add_up(transport: C10d, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return transport.add_up_gradients(bucket)
+    return transport.all_reduce_gradients(bucket)

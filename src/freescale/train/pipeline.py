@@ -32,8 +32,8 @@ from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial
 from freescale.train.schedule_runner import ScheduleRunner
 from freescale.train.step import operation_table
-from freescale.transport.choose import choose
-from freescale.transport.world import around
+from freescale.transport.selection import select_transports
+from freescale.transport.world import from_group
 
 B = TypeVar("B")
 
@@ -88,13 +88,13 @@ class Pipeline(Generic[B]):
         group = next(iter(self._collections.values())).env.process_group
         assert group is not None
         overlaps = overlap and group.size() > 1
-        world = around(group, self._device, timeout=timeout)
-        ways = choose(world, transport or TransportConfig(), deferred=overlaps)
+        world = from_group(group, self._device, timeout=timeout)
+        ways = select_transports(world, transport or TransportConfig(), deferred=overlaps)
         self._tables = ShardedTables(*_own_rows(self._collections), ways.urgent)
         _require_even(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
-            ways.urgent.watch(bubbles.recorder.begins)
+            ways.urgent.add_tracer(bubbles.recorder.begins)
         recorder = None if bubbles is None else bubbles.recorder
         schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
         operations = operation_table(self, self._tables)

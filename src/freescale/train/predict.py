@@ -51,7 +51,7 @@ def predict(saved: Saved, folder: Path, *, count: int) -> Predicted:
     if folder.exists() and any(folder.glob("*.parquet")):
         what = "there are predictions in this folder already"
         raise UsageError(what, where=str(folder), remedy="choose another folder")
-    world.transport.total(0, name="look at the folder")  # nobody writes before all have looked
+    world.transport.sum(0, name="look at the folder")  # nobody writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader(data, seed=saved.config.seed, rank=world.rank, world_size=world.world_size)
     keys = _Keys.of(Path(data.path))

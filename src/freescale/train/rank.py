@@ -64,7 +64,7 @@ def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> d
         said, was = (dict(zip(labels, of.unbind(1), strict=True)) for of in ranker.chances(batch))
         for metric in metrics:
             metric.update(predictions=said, labels=was, weights=None)
-    with warnings.catch_warnings(), world.transport.named("metrics"):
+    with warnings.catch_warnings(), world.transport.guard("metrics"):
         warnings.filterwarnings("ignore", "The ``compute`` method")  # told of a rank that held nothing
         warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # how torchmetrics joins unequal ranks
         found = {name: value for metric in metrics for name, value in metric.compute().items()}

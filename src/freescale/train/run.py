@@ -22,7 +22,7 @@ from freescale.log import warning_once
 from freescale.progress import progress
 from freescale.train.build import build
 from freescale.train.saving import Parts
-from freescale.transport.world import World, leave, restart_count
+from freescale.transport.world import World, destroy_world, restart_count
 
 
 def train(
@@ -51,7 +51,7 @@ def train(
         _link(folder)
     finished = trainer.fit()
     trainer.close(finished=finished)
-    leave()
+    destroy_world()
     return 0 if finished else INTERRUPTED
 
 

@@ -25,7 +25,7 @@ from freescale.train.interval import Interval
 from freescale.train.journal import Journal
 from freescale.train.network import Network
 from freescale.train.step import Step
-from freescale.transport.world import World, apart, restart_count
+from freescale.transport.world import World, new_group, restart_count
 
 _FITS, _DAMAGED, _OF_ANOTHER = range(3)
 Review = Callable[[Path, dict[str, Any]], None]
@@ -72,7 +72,7 @@ class Saving:
 
     def __init__(self, parts: Parts, at: Progress, folder: Path, journal: Journal) -> None:
         self._parts, self._at, self._journal, self._train = parts, at, journal, parts.config.train
-        transport = apart(timeout=self._train.timeout)  # since training and saving go on at once
+        transport = new_group(timeout=self._train.timeout)  # since training and saving go on at once
         self._store = store.Store(folder / "checkpoints", keep=self._train.keep, transport=transport)
         self._interval = Interval(hours_between_failures=self._train.hours_between_failures)
         self._last = self._next = 0
@@ -123,7 +123,7 @@ class Saving:
         while (newest := store.newest(self._store.folder, transport)) is not None:
             error = self._load(newest, review)
             own = _FITS if error is None else _DAMAGED if isinstance(error, DamagedError) else _OF_ANOTHER
-            worst = transport.largest(own, name="loading")
+            worst = transport.max(own, name="loading")
             if worst == _FITS:
                 self.go_on(f"resumed from {newest} at step {self._at.done}")
                 return

@@ -7,13 +7,13 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from freescale.bubbles.recorder import Flight as Transfer
+from freescale.bubbles.recorder import CollectiveRecord as Transfer
 from freescale.bubbles.recorder import Recorder
 from freescale.embedding.prioritized import Held, Journey, held
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Executor, Rest, Streams
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.transport.choose import Chosen
+from freescale.transport.selection import TransportSelection
 
 
 class HasEmbedding(Protocol):
@@ -35,7 +35,7 @@ class ScheduleRunner(Generic[S]):
         schedule: Schedule,
         operations: Mapping[str, Perform[S]],
         tables: ShardedTables | None,
-        transports: Chosen,
+        transports: TransportSelection,
         recorder: Recorder | None,
         device: torch.device,
     ) -> None:
@@ -47,7 +47,7 @@ class ScheduleRunner(Generic[S]):
         self.peak_bytes = Held(0, 0, 0)
         """The most bytes that unfinished batches held after a step."""
         if transports.deferred is not None and tables is not None:
-            transports.deferred.watch(None if recorder is None else partial(self._trace_deferred, recorder))
+            transports.deferred.add_tracer(None if recorder is None else partial(self._trace_deferred, recorder))
             tables.add_lane("deferred", transports.deferred)
         streams = Streams() if device.type == "cpu" else SideStream(device)
         self.executor: Executor[S] = Executor(schedule, self._perform, self._waiting, streams=streams)

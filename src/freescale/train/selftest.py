@@ -22,7 +22,7 @@ from freescale.errors import reason
 from freescale.log import handled_by
 from freescale.models.attention.measure import Problem, errors
 from freescale.progress import track
-from freescale.transport.choose import WAYS, Ways
+from freescale.transport.selection import TRANSPORTS, TransportFactory
 from freescale.transport.world import World
 
 _STEPS, _EXCHANGES = 8, 40
@@ -44,7 +44,7 @@ class Selftest:
     """All checks, in order; `run` gives their outcomes, the same on every rank."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._ways = world, Ways(world)
+        self._world, self._ways = world, TransportFactory(world)
         self._broken: set[str] = set()
 
     def run(self) -> list[Outcome]:
@@ -56,8 +56,8 @@ class Selftest:
             return [self._outcome(name, check) for name, check in checks]
 
     def _checks(self) -> dict[str, Callable[[], str]]:
-        each = {f"transport {way}": partial(self._transport, way) for way in WAYS}
-        priority = {f"prioritized over {way}": partial(self._prioritized, way) for way in WAYS}
+        each = {f"transport {way}": partial(self._transport, way) for way in TRANSPORTS}
+        priority = {f"prioritized over {way}": partial(self._prioritized, way) for way in TRANSPORTS}
         rest = {"balanced": self._balanced, "attention": self._attention, "copy engine": self._copy_engine}
         return {**each, **priority, **rest}
 
@@ -68,16 +68,16 @@ class Selftest:
             status = 1 if why else 0
         except Exception as error:  # whatever it is, the user is to see it and the other checks are to run
             why, status = f"rank {self._world.rank}: {reason(error)}", _FAILED
-        worst = self._world.transport.largest(status, name=f"outcome of {name}")
+        worst = self._world.transport.max(status, name=f"outcome of {name}")
         if worst == _FAILED:
             self._broken.add(name.removeprefix("transport "))
         return Outcome(name, _STATUS[worst], why if status == worst else "on another rank")
 
     def _transport(self, way: str) -> str:
         """Uneven exchanges of every dtype, zeros among them, bring each row to the rank that it was meant for."""
-        if way in self._ways.impossible:
-            return self._ways.impossible[way]
-        transport, rank, world_size = self._ways.make(way), self._world.rank, self._world.world_size
+        if way in self._ways.unavailable:
+            return self._ways.unavailable[way]
+        transport, rank, world_size = self._ways.create(way), self._world.rank, self._world.world_size
         wrong = []  # said at the end, so that no rank waits for another one
         for number in range(_EXCHANGES):
             splits = np.random.default_rng(number).integers(0, 2000, (world_size, world_size)) * (number % 3)
@@ -97,8 +97,8 @@ class Selftest:
         """Rows that travel behind compute teach bitwise what rows that are waited for teach."""
         if self._world.world_size == 1:
             return "one rank has nobody to exchange rows with"
-        if way in self._ways.impossible:
-            return self._ways.impossible[way]
+        if way in self._ways.unavailable:
+            return self._ways.unavailable[way]
         if way in self._broken:
             return "the way itself failed"
         config = self._config()
@@ -132,14 +132,14 @@ class Selftest:
 
     def _copy_engine(self) -> str:
         """No kernel moves rows: a transfer between GPUs is done by copy engines, as its profile shows."""
-        if "copy_engine" in self._ways.impossible:
-            return self._ways.impossible["copy_engine"]
-        from freescale.transport.copy_engine import kernels_of
+        if "copy_engine" in self._ways.unavailable:
+            return self._ways.unavailable["copy_engine"]
+        from freescale.transport.copy_engine import kernels_launched_by
 
-        transport = self._ways.make("copy_engine")
+        transport = self._ways.create("copy_engine")
         counts = [1 << 20] * self._world.world_size
         rows = torch.zeros(sum(counts), device=self._world.device)
-        found = kernels_of(lambda: transport.all_to_all(rows, counts, counts, name="profiled").wait())
+        found = kernels_launched_by(lambda: transport.all_to_all(rows, counts, counts, name="profiled").wait())
         _require(not found, f"fell back to kernels: {', '.join(found)}")
         return ""
 

@@ -25,7 +25,7 @@ from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.network import Network, backward
 from freescale.train.numbers import Judge, are_finite, culprits
 from freescale.train.schedule_runner import Perform, S, ScheduleRunner
-from freescale.transport.choose import Chosen
+from freescale.transport.selection import TransportSelection
 from freescale.transport.world import World
 
 
@@ -135,7 +135,7 @@ class Step:
         schedule: Schedule,
         world: World,
         recorder: Recorder,
-        transports: Chosen,
+        transports: TransportSelection,
         config: TrainConfig,
     ) -> None:
         self._parallel, self._optimizer, self._world, self._transports = parallel, optimizer, world, transports
@@ -175,7 +175,7 @@ class Step:
     def agree(self, state: StepState, operation: Operation) -> None:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
         values = [state.loss_terms, int(state.stop), int(self.partially_applied)]
-        transport = self._transports.of(operation.lane)
+        transport = self._transports.for_lane(operation.lane)
         summed = transport.all_reduce(torch.tensor(values, device=self._world.device), name="count").wait()
         count, stop, partially_applied = summed.tolist()
         state.loss_terms, state.stop, state.partially_applied = count, stop > 0, partially_applied > 0
@@ -193,7 +193,7 @@ class Step:
     def backward(self, state: StepState, operation: Operation) -> None:
         """Compute the gradients of rows and of the dense model. DDP sums the latter over all ranks meanwhile."""
         loss = state.losses[operation.part]
-        with self._gradient_sync(operation.part), self._world.transport.named("dense gradients"):
+        with self._gradient_sync(operation.part), self._world.transport.guard("dense gradients"):
             if operation.part < self._config.micro_batches - 1:
                 loss.backward()
                 return

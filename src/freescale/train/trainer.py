@@ -48,7 +48,7 @@ class Trainer:
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
-            with self.parts.world.transport.named("bubbles"):
+            with self.parts.world.transport.guard("bubbles"):
                 self.parts.bubbles.close()
             self.saving.close()
         finally:
@@ -101,7 +101,7 @@ class Trainer:
             self.at.done += 1
             self._terms.count(state.loss_terms)
             self.saving.note_recovery()
-            with self.parts.world.transport.named("bubbles"):
+            with self.parts.world.transport.guard("bubbles"):
                 bubbles.end_step(self._work(batch))
             stopped = state.stop
             if self._has_to_go_back(state):
@@ -131,9 +131,7 @@ class Trainer:
         transport, step = self.parts.world.transport, self.parts.step
         lacking = state.partially_applied
         if not lacking and not state.fault and self.saving.is_due(stopped=state.stop):
-            lacking = (
-                transport.total(int(step.partially_applied), name="numbers") > 0
-            )  # so that nothing unsound is saved
+            lacking = transport.sum(int(step.partially_applied), name="numbers") > 0  # so that nothing unsound is saved
         if not lacking and not state.fault:
             return None
         what = state.fault or "the gradient of a row is not finite"
@@ -144,7 +142,7 @@ class Trainer:
         self.parts.step.forget()
         self.saving.complete_the_last()
         self.saving.resume()
-        with self.parts.world.transport.named("bubbles"):
+        with self.parts.world.transport.guard("bubbles"):
             self.parts.bubbles.go_back(self.at.done)
         self._meter.restart()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.transport.handle import LOOK_SECONDS, Handle, Peers, Watcher
+from freescale.transport.base import POLL_SECONDS, Peers, PendingWork, TracerFactory
 
 _How = dist.ReduceOp.RedOpType
 _GLOO_SAYS = ("gloo", "Application timeout caused pair closure")
@@ -26,17 +26,17 @@ class C10d:
         self.peers = Peers(group.rank(), group.size(), store)
         self.timeout, self.group = timeout, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
-        self._watcher: Watcher | None = None
+        self._tracer_factory: TracerFactory | None = None
         self._under_way: dict[dist.Work, tuple[float, int]] = {}
         """Since when, and the bytes that a link carries for it."""
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def add_tracer(self, tracer: TracerFactory | None) -> None:
         """Tell somebody of every transfer that begins."""
-        self._watcher = watcher
+        self._tracer_factory = tracer
 
     def all_to_all(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, out: Tensor | None = None
-    ) -> Handle[Tensor]:
+    ) -> PendingWork[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:])) if out is None else out
@@ -44,32 +44,32 @@ class C10d:
         # The rows must outlive the transfer, so the handle holds them.
         return self._start(begin, name, rows.nbytes, lambda _kept=rows: out)
 
-    def all_gather(self, values: Tensor, *, name: str) -> Handle[Tensor]:
+    def all_gather(self, values: Tensor, *, name: str) -> PendingWork[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.world_size)]
         begin = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
 
-    def all_reduce(self, values: Tensor, *, name: str, how: _How = dist.ReduceOp.SUM) -> Handle[Tensor]:
+    def all_reduce(self, values: Tensor, *, name: str, op: _How = dist.ReduceOp.SUM) -> PendingWork[Tensor]:
         """Add up values over all ranks, in place; or do with them what `how` says."""
-        begin = partial(dist.all_reduce, values, how, group=self.group, async_op=True)
+        begin = partial(dist.all_reduce, values, op, group=self.group, async_op=True)
         return self._start(begin, name, values.nbytes, lambda: values)
 
-    def total(self, number: int, *, name: str) -> int:
+    def sum(self, number: int, *, name: str) -> int:
         """Add up one number over all ranks. All must come here, so it is also a place to meet."""
         return int(self.all_reduce(torch.tensor([number], device=self.device), name=name).wait()[0])
 
-    def largest(self, number: int, *, name: str) -> int:
+    def max(self, number: int, *, name: str) -> int:
         """The largest of one number of each rank."""
         values = torch.tensor([number], device=self.device)
-        return int(self.all_reduce(values, name=name, how=dist.ReduceOp.MAX).wait()[0])
+        return int(self.all_reduce(values, name=name, op=dist.ReduceOp.MAX).wait()[0])
 
-    def add_up_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def all_reduce_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        landed = self._note(work, 2 * bucket.buffer().nbytes)
-        return work.get_future().then(lambda done: landed(done.value()[0]))
+        on_complete = self._note(work, 2 * bucket.buffer().nbytes)
+        return work.get_future().then(lambda done: on_complete(done.value()[0]))
 
     def busy(self, rate: float = 0.0) -> bool:
         """Whether a transfer that began here may be moving: see `Transport`."""
@@ -81,7 +81,7 @@ class C10d:
         return time.monotonic() - min(since) < _SLACK_SECONDS + _SLACK * sum(sizes) / rate
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def guard(self, name: str) -> Iterator[None]:
         """Guard waits that torch does by itself, such as DDP's: if one fails because of a rank, that rank is named."""
         try:
             yield
@@ -92,23 +92,23 @@ class C10d:
 
     def _start(
         self, begin: Callable[[], dist.Work | None], name: str, size: int, finish: Callable[[], Tensor]
-    ) -> Handle[Tensor]:
-        flight = self._watcher(name, size) if self._watcher is not None else None
+    ) -> PendingWork[Tensor]:
+        tracer = self._tracer_factory(name, size) if self._tracer_factory is not None else None
         with self.peers.during(name):
             work = begin()
         assert work is not None  # this rank is in the group
-        landed = self._note(work, size)
-        return Handle(name, self, flight, partial(self._wait, work), lambda: landed(finish()))
+        on_complete = self._note(work, size)
+        return PendingWork(name, self, tracer, partial(self._wait, work), lambda: on_complete(finish()))
 
     def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
         """A transfer is under way until its result is passed through what this gives."""
         self._under_way[work] = time.monotonic(), size
 
-        def landed(result: Tensor) -> Tensor:
+        def on_complete(result: Tensor) -> Tensor:
             self._under_way.pop(work, None)
             return result
 
-        return landed
+        return on_complete
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
         """For a transfer of a group that may lose a rank."""
@@ -116,10 +116,10 @@ class C10d:
             work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
             return
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > LOOK_SECONDS:
+        while (left := until - time.monotonic()) > POLL_SECONDS:
             with suppress(RuntimeError):
-                work.wait(timedelta(seconds=LOOK_SECONDS))
+                work.wait(timedelta(seconds=POLL_SECONDS))
             if work.is_completed():
                 break
-            self.peers.require_all()
+            self.peers.raise_if_peer_failed()
         work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 from freescale.errors import TransportError
-from freescale.transport.handle import Peers
-from freescale.transport.links import Links, Message
+from freescale.transport.base import Peers
+from freescale.transport.peer_sockets import Message, PeerSockets
 
 ARENA_BYTES = 1 << 30
 """Of every GPU, for a lane: what arrives lies here until nobody holds it any more."""
@@ -43,7 +43,7 @@ class CopyEngine:
         self._leased: dict[int, int] = {}
         """First and last byte of what is in use."""
         self._offers: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
-        self._links = Links(peers, self.ranks, name=name, timeout=timeout, hear=self._hear)
+        self._links = PeerSockets(peers, self.ranks, name=name, timeout=timeout, hear=self._hear)
 
     def room(self, like: Tensor, rows: int) -> Tensor:
         """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
@@ -116,7 +116,7 @@ class _Lease:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
-def why_not(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
+def unavailable_reason(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
     """Why the GPUs of a group cannot reach each other's memory; nothing if they can."""
     if not torch.cuda.is_available():
         return "no GPU is here"
@@ -129,7 +129,7 @@ def why_not(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
     return f"GPU {own} cannot write to GPUs {far}" if far else ""
 
 
-def kernels_of(transfer: Callable[[], object]) -> list[str]:
+def kernels_launched_by(transfer: Callable[[], object]) -> list[str]:
     """Kernels that ran on this GPU during a transfer, but for those that signal: a fall-back is silent otherwise."""
     from torch.profiler import ProfilerActivity, profile
 

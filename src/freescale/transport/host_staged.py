@@ -16,14 +16,14 @@ _ROUND = 3
 """Pieces under way at once: copied out, travelling, copied in."""
 
 
-class Copied(Protocol):
+class CopyEvent(Protocol):
     """The end of some copies."""
 
     def synchronize(self) -> None:
         """Wait for it."""
 
 
-class Copies:
+class Copier:
     """Makes copies, one after another: those of a CPU, each of which is over when it was asked for."""
 
     pinned = False
@@ -36,7 +36,7 @@ class Copies:
         """Begin a copy."""
         into.copy_(source)
 
-    def mark(self) -> Copied:
+    def mark(self) -> CopyEvent:
         """The end of those that have begun so far."""
         return self
 
@@ -47,7 +47,7 @@ class Copies:
         """Whoever computes may use from here on what was copied so far."""
 
 
-class OnStream(Copies):
+class StreamCopier(Copier):
     """Copies of a device, on a stream of their own. Not run by us: no GPU was at hand."""
 
     pinned = True
@@ -67,7 +67,7 @@ class OnStream(Copies):
             if tensor.device == self._device:
                 tensor.record_stream(self._stream)
 
-    def mark(self) -> Copied:
+    def mark(self) -> CopyEvent:
         """An event behind them."""
         return self._stream.record_event()
 
@@ -79,17 +79,17 @@ class OnStream(Copies):
 class Staging:
     """Buffers of the host that pieces pass through, as bytes, in turns. They grow to the largest piece and stay."""
 
-    def __init__(self, copies: Copies) -> None:
-        self.copies = copies
-        self._going, self._coming = (_Buffers(pinned=copies.pinned) for _ in range(2))
-        self._copied_back: deque[Copied] = deque(maxlen=_ROUND - 1)
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self._going, self._coming = (_Buffers(pinned=copier.pinned) for _ in range(2))
+        self._copied_back: deque[CopyEvent] = deque(maxlen=_ROUND - 1)
 
-    def out(self, parts: Sequence[Tensor]) -> tuple[Tensor, Copied]:
+    def out(self, parts: Sequence[Tensor]) -> tuple[Tensor, CopyEvent]:
         """Begin to lay parts end to end where they can be sent from. Of those before, two may still travel."""
         staged = self._going.next(parts)
         for into, part in zip(_split_like(staged, parts), parts, strict=True):
-            self.copies.copy(into, part)
-        return staged, self.copies.mark()
+            self.copier.copy(into, part)
+        return staged, self.copier.mark()
 
     def room(self, parts: Sequence[Tensor]) -> Tensor:
         """Where parts may arrive, end to end."""
@@ -100,8 +100,8 @@ class Staging:
     def back(self, arrived: Tensor, parts: Sequence[Tensor]) -> None:
         """Begin to copy what arrived to where it is wanted."""
         for part, piece in zip(parts, _split_like(arrived, parts), strict=True):
-            self.copies.copy(part, piece)
-        self._copied_back.append(self.copies.mark())
+            self.copier.copy(part, piece)
+        self._copied_back.append(self.copier.mark())
 
 
 class _Buffers:

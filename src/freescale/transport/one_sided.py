@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freescale.transport.base import PendingWork, TracerFactory, Transport, Work
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Arriving, Handle, Transport, Watcher
-from freescale.transport.pieces import Pieces
+from freescale.transport.chunked import ChunkedTransport
 
 _Place = Callable[[], None]
 
@@ -62,9 +62,9 @@ class OneSided(Transport):
     `beyond` carries what goes to ranks that the memory does not reach, and what has to be added up: copies add nothing.
     """
 
-    def __init__(self, memory: SymmetricMemory, beyond: C10d | Pieces) -> None:
+    def __init__(self, memory: SymmetricMemory, beyond: C10d | ChunkedTransport) -> None:
         self.peers, self.timeout = beyond.peers, beyond.timeout
-        self._watcher: Watcher | None = None
+        self._tracer_factory: TracerFactory | None = None
         self._memory, self._beyond = memory, beyond
         self._is_near = [rank in memory.ranks for rank in range(self.peers.world_size)]
         place = memory.ranks.index(self.peers.rank)
@@ -78,14 +78,16 @@ class OneSided(Transport):
         self._arrived: Counter[int] = Counter()
         """Parts so far, by peer: two counts of those that go there, and two of those that come from there."""
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def add_tracer(self, tracer: TracerFactory | None) -> None:
         """Tell somebody of every transfer that begins, here and beyond."""
-        self._watcher = watcher
-        self._beyond.watch(watcher)
+        self._tracer_factory = tracer
+        self._beyond.add_tracer(tracer)
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Handle[Tensor]:
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str
+    ) -> PendingWork[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
-        flight = self._watcher(name, rows.nbytes) if self._watcher is not None else None
+        tracer = self._tracer_factory(name, rows.nbytes) if self._tracer_factory is not None else None
         rows = rows.contiguous()
         with self.peers.during(name):
             out = self._memory.room(rows, sum(receive))
@@ -102,9 +104,9 @@ class OneSided(Transport):
             theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
             self._write_what_is_offered()
         ends = partial(self._finish, self._begun.copy(), self._awaited.copy(), far)
-        return Handle(name, self, flight, ends, lambda: out)
+        return PendingWork(name, self, tracer, ends, lambda: out)
 
-    def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+    def all_reduce(self, values: Tensor, *, name: str) -> Work[Tensor]:
         """Add up values over all ranks, in place."""
         return self._beyond.all_reduce(values, name=name)
 

@@ -15,8 +15,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from freescale.transport.handle import Peers
-from freescale.transport.links import Links, Message
+from freescale.transport.base import Peers
+from freescale.transport.peer_sockets import Message, PeerSockets
 
 _SMALLEST_BITS = 16
 _KEPT = 2
@@ -47,7 +47,7 @@ class SharedMemory:
         """Blocks of peers."""
         self._offers: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._filled: Counter[int] = Counter()
-        self._links = Links(peers, ranks, name=name, timeout=timeout, hear=self._hear)
+        self._links = PeerSockets(peers, ranks, name=name, timeout=timeout, hear=self._hear)
 
     def room(self, like: Tensor, rows: int) -> Tensor:
         """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""

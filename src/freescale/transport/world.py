@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
 from freescale.log import logger, warning_once
+from freescale.transport.base import POLL_SECONDS, Peers
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import LOOK_SECONDS, Peers
 
 _SLACK_SECONDS = 1.0
 """Beyond the timeout, for those who keep it by themselves."""
@@ -47,12 +47,12 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def name_in_store(restart_count: int) -> str:
+def store_prefix(restart_count: int) -> str:
     """Under which ranks of a generation leave what they tell each other."""
     return f"freescale/{restart_count}"
 
 
-def join(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) -> World:
+def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) -> World:
     """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
 
     Without a device it is the GPU, where there is one.
@@ -85,19 +85,19 @@ def _share_cores(world_size: int, local: int) -> None:
         torch.set_num_threads(max(1, cores // world_size))
 
 
-def around(group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> World:
+def from_group(group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> World:
     """The ranks of a group that somebody else made."""
     store = dist.distributed_c10d._get_default_store()
     return World(group.rank(), group.size(), device, group, C10d(group, store, timeout=timeout))
 
 
-def apart(*, timeout: float) -> C10d:
+def new_group(*, timeout: float) -> C10d:
     """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
     store = dist.distributed_c10d._get_default_store()
-    return beside(C10d(_world_group(), store, timeout=timeout), backend="gloo")
+    return clone_group(C10d(_world_group(), store, timeout=timeout), backend="gloo")
 
 
-def beside(transport: C10d, *, backend: str | None = None) -> C10d:
+def clone_group(transport: C10d, *, backend: str | None = None) -> C10d:
     """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
     ranks, timeout = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.timeout)
     with _in_time(transport.peers, "opening a group", transport.timeout):
@@ -111,14 +111,14 @@ def _world_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def hosts_of(transport: C10d) -> NDArray[np.int64]:
+def host_of_each_rank(transport: C10d) -> NDArray[np.int64]:
     """Of each rank, the number of its host. Namespaces of a machine that cannot reach each other are hosts too."""
     own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
     names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait().cpu().numpy()
     return np.unique(names, return_inverse=True)[1].ravel()
 
 
-def leave() -> None:
+def destroy_world() -> None:
     """End the group, so that no rank is left waiting."""
     dist.destroy_process_group()
 
@@ -140,15 +140,15 @@ def _watch(peers: Peers, operation: str, timeout: float, ended: threading.Event)
     until = time.monotonic() + timeout + _SLACK_SECONDS
     stuck: Exception | None = None
     while stuck is None:
-        if ended.wait(LOOK_SECONDS):
+        if ended.wait(POLL_SECONDS):
             return
         try:
-            peers.require_all()
+            peers.raise_if_peer_failed()
         except RuntimeError as error:
             stuck = error
         if time.monotonic() > until:
             stuck = RuntimeError("gloo did not end in time")
-    if ended.wait(LOOK_SECONDS / 2):  # it was about to fail by itself
+    if ended.wait(POLL_SECONDS / 2):  # it was about to fail by itself
         return
     error = peers.failure(operation, stuck)
     logger.error("%s", error)
@@ -186,4 +186,4 @@ def _store(rank: int, world_size: int, timeout: float) -> dist.Store:
         what = f"rank {rank} of {world_size} cannot meet the others at {host}:{port}"
         remedy = "see that MASTER_ADDR and MASTER_PORT name rank 0's host and that nothing blocks that port"
         raise TransportError(what, where=reason(error), remedy=remedy) from error
-    return dist.PrefixStore(name_in_store(restart_count()), store)
+    return dist.PrefixStore(store_prefix(restart_count()), store)

@@ -21,7 +21,7 @@ from freescale.errors import TransportError, reason
 T = TypeVar("T")
 Out = TypeVar("Out", covariant=True)
 _GRACE_SECONDS = 2.5
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How long a rank waits before it looks whether another has given up; less than the grace."""
 _STORE_SECONDS = 5.0
 _FAILED = "freescale/failed"
@@ -35,12 +35,12 @@ class Peers:
     world_size: int
     store: dist.Store
 
-    def require_all(self) -> None:
+    def raise_if_peer_failed(self) -> None:
         """Fail if the wait of another rank has failed."""
-        if _answered(lambda: self.store.check([_FAILED]), LOOK_SECONDS):
+        if _answered(lambda: self.store.check([_FAILED]), POLL_SECONDS):
             raise RuntimeError("another rank has given up")
 
-    def silent(self) -> list[int]:
+    def unresponsive_ranks(self) -> list[int]:
         """Sign the list of those whose wait failed, give the others a moment, and name who did not sign."""
         keys = [f"{_FAILED}/{rank}" for rank in range(self.world_size)]
         for key in (_FAILED, keys[self.rank]):
@@ -61,7 +61,7 @@ class Peers:
     def failure(self, operation: str, error: Exception) -> TransportError:
         """Say what failed on this rank, and who is not there any more."""
         try:
-            silent = _answered(self.silent, _GRACE_SECONDS + _STORE_SECONDS)
+            silent = _answered(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
             if silent is None:
                 raise RuntimeError("the store does not answer")
             who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
@@ -91,21 +91,21 @@ def _answered(ask: Callable[[], T], seconds: float) -> T | None:
     return answer
 
 
-class Flight(Protocol):
+class TransferTracer(Protocol):
     """A transfer as somebody who measures sees it; it began when this was made."""
 
-    def waits(self) -> None:
+    def on_wait(self) -> None:
         """From here on this rank can do nothing but wait for it."""
 
-    def landed(self) -> None:
+    def on_complete(self) -> None:
         """It is done."""
 
 
-Watcher = Callable[[str, int], Flight]
+TracerFactory = Callable[[str, int], TransferTracer]
 """Is told of every transfer that begins: its name, and the bytes that this rank gives to it."""
 
 
-class Arriving(Protocol[Out]):
+class Work(Protocol[Out]):
     """What a transfer will give."""
 
     def wait(self) -> Out:
@@ -118,18 +118,18 @@ class Transport(Protocol):
     peers: Peers
     timeout: float
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def add_tracer(self, tracer: TracerFactory | None) -> None:
         """Tell somebody of every transfer that begins."""
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Arriving[Tensor]:
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Work[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
 
-    def all_gather(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+    def all_gather(self, values: Tensor, *, name: str) -> Work[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         once = [1] * self.peers.world_size
         return self.all_to_all(values.expand(self.peers.world_size, *values.shape), once, once, name=name)
 
-    def all_reduce(self, values: Tensor, *, name: str) -> Arriving[Tensor]:
+    def all_reduce(self, values: Tensor, *, name: str) -> Work[Tensor]:
         """Add up values over all ranks, in place."""
 
     def busy(self, rate: float = 0.0) -> bool:
@@ -141,7 +141,7 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class Landed(Generic[T]):
+class CompletedWork(Generic[T]):
     """The result of a transfer that has ended."""
 
     value: T
@@ -152,22 +152,22 @@ class Landed(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Handle(Generic[T]):
+class PendingWork(Generic[T]):
     """What a transfer will give. `wait` returns it, or fails by the timeout of what moves it."""
 
     operation: str
     transport: Transport
-    flight: Flight | None
+    tracer: TransferTracer | None
     ends: Callable[[float], None]
     """Returns when the transfer is done; raises RuntimeError if it fails or takes more than so many seconds."""
     finish: Callable[[], T]
 
     def wait(self) -> T:
         """Wait for the transfer to end and give its result."""
-        if self.flight is not None:
-            self.flight.waits()
+        if self.tracer is not None:
+            self.tracer.on_wait()
         with self.transport.peers.during(self.operation):
             self.ends(self.transport.timeout)
-        if self.flight is not None:
-            self.flight.landed()
+        if self.tracer is not None:
+            self.tracer.on_complete()
         return self.finish()

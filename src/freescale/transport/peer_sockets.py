@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import NamedTuple
 from weakref import finalize
 
-from freescale.transport.handle import LOOK_SECONDS, Peers
+from freescale.transport.base import POLL_SECONDS, Peers
 
 _TOKEN_BYTES = 16
 _FORM = struct.Struct("<cqqq")
@@ -32,7 +32,7 @@ class Message(NamedTuple):
     memory: int | None
 
 
-class Links:
+class PeerSockets:
     """A socket to every other of some ranks of a host. All of them must come here, once per `name`."""
 
     def __init__(
@@ -69,10 +69,10 @@ class Links:
         while not there():
             if peer in self._left:
                 raise RuntimeError(f"rank {peer} has left")
-            if not self.listen(min(LOOK_SECONDS, until - time.monotonic())):
+            if not self.listen(min(POLL_SECONDS, until - time.monotonic())):
                 if time.monotonic() >= until:
                     raise RuntimeError(f"rank {peer} said nothing in time")
-                self._peers.require_all()
+                self._peers.raise_if_peer_failed()
 
     def listen(self, seconds: float = 0.0) -> bool:
         """Take in a message of each peer that has one, waiting so long at most; gives whether any had."""
