@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import record
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.models.attention import measure, native
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    drawn = synthetic.lengths("heavy", options.batch, np.random.default_rng(0))
+    drawn = synthetic.draw_lengths("heavy", options.batch, np.random.default_rng(0))
     lengths = np.minimum(drawn, options.longest).tolist()
     results = [time(lengths, width, options.rounds) for width in options.widths]
     results.append(memory(options.memory, 128))

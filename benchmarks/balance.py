@@ -21,7 +21,7 @@ from tests.support.threads import waits
 
 from freescale.balance.place.assign import assign
 from freescale.balance.place.placement import Placement
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from record import save
 
 BATCH, DIM = 128, 256
@@ -106,7 +106,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    pools = {"kuairand": synthetic.lengths("kuairand", 200_000, rng), "heavy": synthetic.lengths("heavy", 200_000, rng)}
+    pools = {
+        "kuairand": synthetic.draw_lengths("kuairand", 200_000, rng),
+        "heavy": synthetic.draw_lengths("heavy", 200_000, rng),
+    }
     for word in options.lengths:
         name, _, path = word.partition("=")
         pools[name] = np.loadtxt(path, dtype=np.int64)

@@ -44,8 +44,8 @@ from freescale.bubbles.book import Bubbles
 from freescale.bubbles.records import Interval, read_intervals
 from freescale.bubbles.summary import summarize
 from freescale.config import TransportConfig
-from freescale.data.order.permute import Permutation, key_of
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
+from freescale.data.order import Permutation, derive_key
 from freescale.embedding.sharder import PrioritizedEmbeddingSharder
 from freescale.models.timed import waits
 from freescale.train.pipeline import Pipeline
@@ -112,7 +112,7 @@ class Colliding:
     def _own(self, step: int) -> Ints:
         """Numbers that no other rank and no step nearby has."""
         first = ((step + 1) * RANKS + self.rank) * self.count
-        return Permutation(CATALOGUE, key_of(7))((first + np.arange(self.count)) % CATALOGUE)
+        return Permutation(CATALOGUE, derive_key(7))((first + np.arange(self.count)) % CATALOGUE)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Popular:
     rank: int
 
     def __call__(self, step: int) -> Ints:
-        return synthetic.items(TOKENS, CATALOGUE, "production", np.random.default_rng([step, self.rank]))
+        return synthetic.draw_items(TOKENS, CATALOGUE, "production", np.random.default_rng([step, self.rank]))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 import record
 from freescale.config import ModelConfig
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
 from freescale.models.sequence import Layout, Times
@@ -37,7 +37,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     config = ModelConfig(dim=options.dim, layers=2, heads=1, dropout=0.0)
     model = {"hstu": HSTU, "sasrec": SASRec}[name](config, longest=options.longest)
-    drawn = synthetic.lengths("heavy", options.batch, np.random.default_rng(0))
+    drawn = synthetic.draw_lengths("heavy", options.batch, np.random.default_rng(0))
     lengths = np.minimum(drawn, options.longest).tolist()
     padded = [max(lengths)] * len(lengths)
     step(model, lengths, options.dim)

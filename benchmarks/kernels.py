@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import record
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.models.attention import kernels
 from freescale.models.attention.fused import Sizes
 from freescale.models.attention.work import Dealt, blocks_of, work_of
@@ -105,7 +105,7 @@ def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> d
     block, programs = Sizes(heads, 64, True).block, 2 * processors // heads
     worst = {"rows": 0.0, "columns": 0.0}
     for seed in range(3):
-        layout = layout_of(synthetic.lengths(preset, batch, np.random.default_rng(seed)).tolist())
+        layout = layout_of(synthetic.draw_lengths(preset, batch, np.random.default_rng(seed)).tolist())
         work = work_of(layout.spans, layout.tokens, block, programs)
         for side, dealt in zip(worst, work, strict=True):
             loads = load(dealt)
@@ -125,7 +125,7 @@ def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Layout
 
 def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> dict[str, object]:
     """Products and bytes of the kernels, against the tiles that hold at least one pair that is seen."""
-    drawn = synthetic.lengths(preset, 128, np.random.default_rng(0))
+    drawn = synthetic.draw_lengths(preset, 128, np.random.default_rng(0))
     lengths = np.minimum(drawn, 2048).tolist()  # the least is counted pair by pair
     layout, sizes = layout_of(lengths, [int(share * n) for n in lengths]), Sizes(heads, width, True)
     work = work_of(layout.spans, layout.tokens, sizes.block, 2 * PROCESSORS["H100"] // heads)

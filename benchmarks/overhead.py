@@ -22,9 +22,9 @@ import torch
 
 import record
 from freescale.config import resolve
+from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
-from freescale.data.sources import synthetic
 from freescale.embedding.unique import Wanted, deduplicate
 from freescale.train.build import assemble, build, model_of
 from freescale.train.network import data_parallel
@@ -99,7 +99,7 @@ def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str,
     loader = Loader(config.data, seed=0, rank=world.rank, world_size=options.ranks)
     batches = [batch for batch, _ in zip(loader, range(options.steps), strict=False)]
     unwatched = replace(world, transport=C10d(world.group, world.transport.peers.store))
-    bare = [bare_loop(config, unwatched, loader.known.rows) for _ in range(2)]
+    bare = [bare_loop(config, unwatched, loader.vocabulary.rows) for _ in range(2)]
     trainer = build(config, world, Path(folder) / "run")
     source = Alternating(batches, loader, bare, options.blocks)
     parts = replace(trainer.parts, loader=source, steps=len(source))  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.write(f"{folder}/data", "ml1m", users=64 * options.steps, catalogue=20_000)
+        synthetic.write_log(f"{folder}/data", "ml1m", users=64 * options.steps, catalogue=20_000)
         seconds = on_ranks(on_rank, options.ranks, options, folder)
     result = {"ranks": options.ranks, "blocks": options.blocks, **summary(seconds, options.steps)}
     print(json.dumps(result))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from freescale.balance.cost import Cost
 from freescale.bubbles.summary import Summary
 from freescale.config import BalanceConfig
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.simulate import cluster
 from freescale.simulate.operations import Machine
 from freescale.simulate.whatif import ABLATION, Question, Techniques, run
@@ -98,7 +98,7 @@ def recsys_examples(rng: np.random.Generator) -> Setting:
         popularity=Known(0.7, 0.5),
         looked_up=1,
     )
-    return Setting(model, 2 * synthetic.lengths("heavy", 20_000, rng), 32, BalanceConfig(counts="equal"))
+    return Setting(model, 2 * synthetic.draw_lengths("heavy", 20_000, rng), 32, BalanceConfig(counts="equal"))
 
 
 def simulated(setting: Setting, ranks: int, where: str, techniques: Techniques, seed: int) -> Summary:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import record
-from freescale.data.sources import planted
+from freescale.data import synthetic
 
 RECIPE = "hstu-ranking-synth"
 
@@ -40,13 +40,15 @@ def train(folder: Path, ranks: int, seed: int) -> tuple[list[dict[str, Any]], fl
 def result(folder: Path, ranks: int, seed: int) -> dict[str, Any]:
     evaluations, seconds = train(folder, ranks, seed)
     found: dict[str, Any] = {"recipe": RECIPE, "ranks": ranks, "seed": seed, "seconds": round(seconds, 1)}
-    for label in planted.CHANCES:
-        best = planted.optimum(folder / "test", label)
+    for label in synthetic.CHANCES:
+        best = synthetic.planted_optimum(folder / "test", label)
         found[label] = {
             "ne": round(evaluations[-1][f"ne/{label}"], 4),
             "optimum": round(best, 4),
             "ratio": round(evaluations[-1][f"ne/{label}"] / best, 4),
-            "ratio_of_truth": round(planted.normalised_entropy(*planted.truth(folder / "test", label)) / best, 4),
+            "ratio_of_truth": round(
+                synthetic.normalised_entropy(*synthetic.planted_truth(folder / "test", label)) / best, 4
+            ),
             "auc": round(evaluations[-1][f"auc/{label}"], 4),
             "curve": {entry["step"]: round(entry[f"ne/{label}"], 4) for entry in evaluations},
         }
@@ -64,8 +66,8 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        planted.write(folder / "log", users=options.users, seed=0)
-        planted.write(folder / "test", users=options.test_users, seed=1)
+        synthetic.write_planted_log(folder / "log", users=options.users, seed=0)
+        synthetic.write_planted_log(folder / "test", users=options.test_users, seed=1)
         for ranks in options.ranks:
             for seed in options.seeds:
                 results.append(result(folder, ranks, seed))

@@ -17,8 +17,8 @@ from typing import Any
 
 from freescale.bubbles.recorder import Recorder
 from freescale.config import resolve
+from freescale.data import synthetic
 from freescale.data.loader import Loader
-from freescale.data.sources import synthetic
 from freescale.models.timed import Timed
 from freescale.train.build import build, model_of
 from freescale.transport.world import World
@@ -68,7 +68,7 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
     options = ["--data.path", f"{folder}/data", "--train.epochs", "100", "--train.max-steps", str(steps)]
     config = resolve("tiny", [*options, "--train.save-every", str(10**9)])
     model = Timed(
-        model_of(config, items=Loader(config.data, seed=0).known.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
+        model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
     )
     trainer = build(config, world, Path(folder) / "run", model=model)
     seen: list[tuple[float, int, int]] = []
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.write(Path(folder) / "data", "kuairand", users=2000)
+        synthetic.write_log(Path(folder) / "data", "kuairand", users=2000)
         seen = on_ranks(on_rank, 2, options.steps, folder)[5:]
     cost = marks()
     spans, transfers = (statistics.mean(column) for column in list(zip(*seen, strict=True))[1:])

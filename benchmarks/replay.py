@@ -26,7 +26,7 @@ from freescale.balance.calibrate import Products, fit
 from freescale.balance.cost import Cost, sizes
 from freescale.balance.place.assign import assign
 from freescale.config import ModelConfig
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.models.sasrec import SASRec
 from jagged import step
 from record import save
@@ -78,7 +78,7 @@ def least(found: list[list[Floats]], chosen: slice = slice(None)) -> Floats:
 
 
 def drawn(ranks: int, rng: np.random.Generator) -> Ints:
-    return np.maximum(1, synthetic.lengths("kuairand", ranks * BATCH, rng) // SHORTER)
+    return np.maximum(1, synthetic.draw_lengths("kuairand", ranks * BATCH, rng) // SHORTER)
 
 
 def calibrated(options: argparse.Namespace, rng: np.random.Generator) -> tuple[Cost, float]:

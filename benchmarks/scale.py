@@ -18,7 +18,7 @@ import numpy as np
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import assign
 from freescale.config import RECIPES
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.simulate import cluster
 from freescale.simulate.network import Topology
 from freescale.simulate.operations import Machine
@@ -51,7 +51,7 @@ def question(options: argparse.Namespace) -> Question:
         popularity=zipf(options.items),
         looked_up=1,
     )
-    lengths = synthetic.lengths("kuairand", 50_000, np.random.default_rng(0))
+    lengths = synthetic.draw_lengths("kuairand", 50_000, np.random.default_rng(0))
     values, counts = np.unique(lengths, return_counts=True)
     where = cluster.load("h100")
     return Question(model, values, counts, 128, where, lambda c: Machine.of(c, model), steps=options.steps)

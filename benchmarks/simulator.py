@@ -25,10 +25,9 @@ from freescale.balance.cost import Cost
 from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import Summary, summarize
 from freescale.config import RunConfig, resolve
+from freescale.data import synthetic
+from freescale.data.dataset import Dataset, DatasetStats, compute_stats
 from freescale.data.loader import Loader
-from freescale.data.sources import synthetic
-from freescale.data.stats import Profile, profile
-from freescale.data.store.dataset import Dataset
 from freescale.models.protocol import Inputs
 from freescale.models.timed import Timed
 from freescale.simulate import cluster
@@ -94,7 +93,7 @@ def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool
     found: list[list[list[int]]] = []
     for name, techniques in TURNS.items():
         config, recording = settings(options, world.world_size, techniques), Recording()
-        items = Loader(config.data, seed=0).known.rows
+        items = Loader(config.data, seed=0).vocabulary.rows
         model = Timed(model_of(config, items=items), recording.seconds) if timed else None
         trainer = build(config, world, folder / name, model=model)
         trainer.fit()
@@ -121,7 +120,9 @@ class Prediction(NamedTuple):
     predicted: Summary
 
 
-def predictions(folder: Path, config: RunConfig, data: Profile, lengths: list[list[list[int]]]) -> list[Prediction]:
+def predictions(
+    folder: Path, config: RunConfig, data: DatasetStats, lengths: list[list[list[int]]]
+) -> list[Prediction]:
     """What the simulator, which has seen only the first run, thinks of all runs."""
     samples, ranks = read_samples(folder / "nothing"), len(lengths)
     model = lab_speed.buckets(Model.of(config, data), samples)
@@ -162,7 +163,7 @@ def measured_in(
         if timed:  # a real model does not write them down, but it is given the same
             kept.write_text(json.dumps(lengths))
     config = settings(options, ranks, TURNS["nothing"])
-    return judged(predictions(folder, config, profile(Dataset(options.data)), json.loads(kept.read_text())))
+    return judged(predictions(folder, config, compute_stats(Dataset(options.data)), json.loads(kept.read_text())))
 
 
 def main() -> None:
@@ -181,7 +182,7 @@ def main() -> None:
         folder = options.runs or Path(temporary)
         options.data = f"{folder}/data"
         if not Path(options.data).exists():
-            synthetic.write(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
+            synthetic.write_log(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
         for ranks in options.ranks:
             with lab(ranks) as hosts:
                 for mbit in options.mbit:

@@ -19,7 +19,7 @@ from tests.support.lab import lab
 
 from freescale.bench import page, step
 from freescale.config import RunConfig, resolve
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.transport.world import World
 from processes import on_ranks
 from record import save
@@ -65,10 +65,10 @@ def of_preset(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Figures of one lane after another, and the page of each."""
     shorter, samples = PRESETS[preset]
-    synthetic.write(folder / "small", preset, users=500, catalogue=EXACT_ITEMS, shorter=shorter)
+    synthetic.write_log(folder / "small", preset, users=500, catalogue=EXACT_ITEMS, shorter=shorter)
     small = settings(options, folder / "small", EXACT_SAMPLES, 2)
     exact = on_ranks(compared, 2, small, folder / "exact", options.exact_steps)
-    synthetic.write(folder / "data", preset, users=20_000, catalogue=options.items, shorter=shorter)
+    synthetic.write_log(folder / "data", preset, users=20_000, catalogue=options.items, shorter=shorter)
     lanes = [(ranks, "timed") for ranks in options.ranks] + ([(2, "real")] if options.real else [])
     for ranks, lane in lanes:
         config = settings(options, folder / "data", options.samples or samples, ranks)

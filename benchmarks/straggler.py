@@ -23,8 +23,8 @@ from freescale.bubbles.ledger import account
 from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import summarize
 from freescale.config import RunConfig, resolve
+from freescale.data import synthetic
 from freescale.data.loader import Loader
-from freescale.data.sources import synthetic
 from freescale.models.protocol import Inputs
 from freescale.models.timed import Timed
 from freescale.train.build import build, model_of
@@ -55,7 +55,7 @@ class Compute:
             whole = slower() * self.of(inputs.layout.lengths.numpy())  # type: ignore[attr-defined]
             return whole / 3, whole * 2 / 3
 
-        return Timed(model_of(config, items=Loader(config.data, seed=0).known.rows), seconds)
+        return Timed(model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), seconds)
 
 
 def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) -> RunConfig:
@@ -217,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options.data = f"{folder}/data"
-        synthetic.write(options.data, "heavy", users=6000, catalogue=4_000)
+        synthetic.write_log(options.data, "heavy", users=6000, catalogue=4_000)
         results = on_ranks(on_rank, RANKS, options, Path(folder))
     for result in results:
         print(json.dumps(result))

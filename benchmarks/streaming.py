@@ -103,13 +103,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from freescale.data.sources import synthetic
+    from freescale.data import synthetic
 
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
             path = f"{folder}/{preset}"
-            made = synthetic.write(path, preset, users=max(64, options.events // MEAN_LENGTH[preset]))
+            made = synthetic.write_log(path, preset, users=max(64, options.events // MEAN_LENGTH[preset]))
             for order in ("shuffle", "log"):
                 result = compare(preset, path, order, workers=2, repeats=options.repeats)
                 results.append({"events": made.events, **result})

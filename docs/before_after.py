@@ -25,8 +25,8 @@ def kept() -> list[dict[str, Any]]:
 def picture(ways: list[dict[str, Any]]) -> str:
     """The bars of the page about a step, for compute alone and three ways; what the colours mean stands above."""
     by_name = {one["way"]: one for one in ways}
-    alone = page.Bar("compute alone", {"forward": by_name["compute alone"]["step_ms"]})
-    bars = [page.Bar(name, by_name[way]["causes_ms"]) for way, name in WAYS.items()] + [alone]
+    alone = page.StackedBar("compute alone", {"forward": by_name["compute alone"]["step_ms"]})
+    bars = [page.StackedBar(name, by_name[way]["causes_ms"]) for way, name in WAYS.items()] + [alone]
     seen = {cause: c for cause, c in COLOURS.items() if any(bar.values.get(cause, 0) > SEEN_MS for bar in bars)}
     drawn = page.stacked_bars(bars, seen, rows="", axis="ms per step")
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawn)[0])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import freescale as fs
+from freescale.data import synthetic
 from freescale.data.batch import Batch
-from freescale.data.sources import synthetic
 from freescale.models.protocol import Rows
 from freescale.train.build import build
 from freescale.train.journal import entries
@@ -49,7 +49,7 @@ class NextByMean(nn.Module):
     def prepare(self, batch: Batch) -> Inputs:
         """Looks at the batch alone, which may be empty. What is random is keyed by sample, never by rank."""
         known, offsets = batch.history.lengths > 1, batch.history.offsets
-        wrong = (batch.sample_id[known] * 2_654_435_761 + batch.number) % ITEMS
+        wrong = (batch.sample_id[known] * 2_654_435_761 + batch.step_key) % ITEMS
         ids = torch.cat([batch.history["item_id"], wrong])
         return Inputs({"item": ids}, offsets[:-1][known], offsets[1:][known] - 1)
 
@@ -69,7 +69,7 @@ def main() -> None:
         dist.broadcast_object_list(places)
         place = Path(places[0])
         if world.is_rank_zero:
-            synthetic.write(place / "data", "ml1m", users=400, catalogue=ITEMS)
+            synthetic.write_log(place / "data", "ml1m", users=400, catalogue=ITEMS)
         dist.barrier()
         config = fs.RunConfig(
             data=fs.DataConfig(path=str(place / "data"), global_batch=64, split="none", oov_rows=OOV),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -90,7 +90,7 @@ def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path) -> None:
 
 def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "quality.json"
-    synthetic.write(data, "ml1m", users=300, catalogue=200)
+    synthetic.write_log(data, "ml1m", users=300, catalogue=200)
     options = ["--data", data, "--runs", tmp_path / "runs", "--recipes", "sasrec-ml1m", "--out", out]
     for steps in ("2", "4"):
         command = [sys.executable, BENCHMARKS / "quality.py", *options, "--steps", steps]

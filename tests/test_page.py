@@ -11,7 +11,7 @@ import pytest
 
 from freescale import page
 from freescale.cli.main import main
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 BROWSER = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 QUIET = ["--disable-component-update", "--disable-sync", "--no-first-run"]
@@ -40,7 +40,7 @@ class Links(html.parser.HTMLParser):
 
 
 def test_the_stats_page_opens_and_asks_for_nothing(tmp_path: Path) -> None:
-    synthetic.write(tmp_path / "data", "heavy", users=3000)
+    synthetic.write_log(tmp_path / "data", "heavy", users=3000)
     assert (
         main(
             [

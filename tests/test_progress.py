@@ -17,7 +17,18 @@ import pytest
 
 from freescale import progress as module
 from freescale.cli.main import COMMANDS, main
-from freescale.progress import Bar, Display, State, estimate, fitted, line_is_due, plain, progress, session, track
+from freescale.progress import (
+    ProgressBar,
+    ProgressDisplay,
+    ProgressState,
+    estimate_remaining,
+    fit_line,
+    line_is_due,
+    plain_line,
+    progress,
+    session,
+    track,
+)
 
 _BRIEF = {"config", "runs"}
 """Commands that never take long."""
@@ -33,7 +44,7 @@ class Clock:
 
 def test_the_time_left_follows_the_mean_speed_and_counts_down_between_advances() -> None:
     clock = Clock()
-    bar = Bar("work", 10, clock=clock)
+    bar = ProgressBar("work", 10, clock=clock)
     assert bar.state().seconds_left is None
     clock.now += 4
     bar.advance(2)
@@ -50,9 +61,9 @@ def test_the_time_left_follows_the_mean_speed_and_counts_down_between_advances()
 
 
 def test_no_time_is_promised_without_a_total_or_a_beginning() -> None:
-    assert estimate(5, None, 1.0) is None
-    assert estimate(0, 10, 1.0) is None
-    assert estimate(12, 10, 6.0) == 0, "a total may have been an estimate"
+    assert estimate_remaining(5, None, 1.0) is None
+    assert estimate_remaining(0, 10, 1.0) is None
+    assert estimate_remaining(12, 10, 6.0) == 0, "a total may have been an estimate"
 
 
 def test_a_plain_line_comes_after_ten_seconds_and_then_every_thirty() -> None:
@@ -66,17 +77,17 @@ def test_a_plain_line_comes_after_ten_seconds_and_then_every_thirty() -> None:
 @pytest.mark.parametrize(
     ("state", "line"),
     [
-        (State("ranking", "users", 1500, 6000, 20.0, 60.0), "ranking: 25%, 1:00 left, 1,500 of 6,000 users"),
-        (State("reading x", "B", 2.5e6, 1e9, 20.0, 7980.0), "reading x: 0%, 2:13:00 left, 2.5 MB of 1.0 GB"),
-        (State("reading x", "B", 2.5e6, None, 5.0), "reading x: 2.5 MB, 500.0 kB/s, 0:05"),
-        (State("counting", "events", 3000, None, 2.0), "counting: 3,000 events, 1,500/s, 0:02"),
-        (State("ranking", "users", 0, 6000, 20.0), "ranking: 0%, 0:20 so far, 0 of 6,000 users"),
-        (State("loading torch", "", 0, None, 12.0), "loading torch: 0:12"),
-        (State("sorting", "buckets", 0, 1, 12.0), "sorting: 0:12"),
+        (ProgressState("ranking", "users", 1500, 6000, 20.0, 60.0), "ranking: 25%, 1:00 left, 1,500 of 6,000 users"),
+        (ProgressState("reading x", "B", 2.5e6, 1e9, 20.0, 7980.0), "reading x: 0%, 2:13:00 left, 2.5 MB of 1.0 GB"),
+        (ProgressState("reading x", "B", 2.5e6, None, 5.0), "reading x: 2.5 MB, 500.0 kB/s, 0:05"),
+        (ProgressState("counting", "events", 3000, None, 2.0), "counting: 3,000 events, 1,500/s, 0:02"),
+        (ProgressState("ranking", "users", 0, 6000, 20.0), "ranking: 0%, 0:20 so far, 0 of 6,000 users"),
+        (ProgressState("loading torch", "", 0, None, 12.0), "loading torch: 0:12"),
+        (ProgressState("sorting", "buckets", 0, 1, 12.0), "sorting: 0:12"),
     ],
 )
-def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state: State, line: str) -> None:
-    assert plain(state) == line
+def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state: ProgressState, line: str) -> None:
+    assert plain_line(state) == line
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
@@ -84,7 +95,7 @@ def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state:
 @pytest.mark.parametrize("text", ["training", "reading a-log-with-a-name-longer-than-any-terminal-is-wide.csv.gz"])
 def test_a_line_fits_its_terminal(width: int, total: int | None, text: str) -> None:
     details = ("loss 7.1234", "12,345 samples/s", "1,234,567 tokens/s")
-    line = fitted(State(text, "steps", 1234, total, 3600.0, 7200.0, details), width)
+    line = fit_line(ProgressState(text, "steps", 1234, total, 3600.0, 7200.0, details), width)
     assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}^C") < width
     assert (line.bar > 0) == (total is not None)
     assert total is None or width < 60 or "2:00:00 left" in line.figures, "the time left is dropped last"
@@ -93,11 +104,11 @@ def test_a_line_fits_its_terminal(width: int, total: int | None, text: str) -> N
 
 def test_lines_follow_the_clock_of_the_command_through_all_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    display = Display(clock)
+    display = ProgressDisplay(clock)
     display.begin()
     printed: dict[float, str] = {}
     for part in range(9):  # of 7 seconds each: none takes long enough for a line of its own
-        bar = Bar(f"part {part}", in_background=False, clock=clock)
+        bar = ProgressBar(f"part {part}", in_background=False, clock=clock)
         display.open(bar)
         for _ in range(7):
             clock.now += 1
@@ -110,11 +121,11 @@ def test_lines_follow_the_clock_of_the_command_through_all_its_parts(capsys: pyt
 
 def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    display = Display(clock)
+    display = ProgressDisplay(clock)
     display.begin()
-    display.open(Bar("outer", in_background=False, clock=clock))
+    display.open(ProgressBar("outer", in_background=False, clock=clock))
     clock.now += 10
-    display.open(Bar("inner", in_background=False, clock=clock))
+    display.open(ProgressBar("inner", in_background=False, clock=clock))
     clock.now += 1
     display.tick()
     assert capsys.readouterr().err == "outer: 0:11\n"
@@ -125,10 +136,10 @@ def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[
 
 def test_a_part_that_has_just_begun_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    display = Display(clock)
+    display = ProgressDisplay(clock)
     display.begin()
     clock.now += 10
-    display.open(Bar("work", 4, "files", in_background=False, clock=clock))
+    display.open(ProgressBar("work", 4, "files", in_background=False, clock=clock))
     display.tick()
     assert capsys.readouterr().err == ""
     clock.now += 2
@@ -185,22 +196,22 @@ import sys, time
 import rich.live
 from freescale import progress
 from freescale.cli.main import main
-from freescale.data.sources import histories
+from freescale.data import histories
 from freescale.log import warning_once
 progress.SHOW_SECONDS = progress.FIRST_LINE_SECONDS = progress.LINE_SECONDS = 0.2
-real = histories._group
+real = histories._group_by_user
 def slow(*given):
     time.sleep(1.2)
     warning_once("logged meanwhile")
     print("a result")
     time.sleep(0.3)
     return real(*given)
-histories._group = slow
+histories._group_by_user = slow
 sys.exit(main(sys.argv[1:]))
 """
 
 
-class Imported(NamedTuple):
+class ImportOutput(NamedTuple):
     """What an import printed."""
 
     told: str
@@ -210,7 +221,7 @@ class Imported(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
+def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImportOutput]:
     """A long import on a terminal of 60 columns, on a quiet one, and without one, side by side."""
     folder = tmp_path_factory.mktemp("progress")
     log = folder / "log.csv"
@@ -229,7 +240,7 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
         told = b"".join(iter(partial(_read, ours), b""))
         os.close(ours)
         assert process.wait(60) == 0, told
-        found[name] = Imported(told.decode(), (folder / f"{name}.out").read_text())
+        found[name] = ImportOutput(told.decode(), (folder / f"{name}.out").read_text())
     return found
 
 
@@ -240,7 +251,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_a_long_import_shows_a_bar_on_a_terminal_and_leaves_it_clean(imports: dict[str, Imported]) -> None:
+def test_a_long_import_shows_a_bar_on_a_terminal_and_leaves_it_clean(imports: dict[str, ImportOutput]) -> None:
     told = imports["bar"].told
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", told)]
     assert any(re.fullmatch(r"sorting histories [|/\\-]  0:0\d", line) for line in lines)
@@ -250,17 +261,17 @@ def test_a_long_import_shows_a_bar_on_a_terminal_and_leaves_it_clean(imports: di
     assert told.endswith("\x1b[1A\x1b[2K"), "the line of the bar is cleared at the end"
 
 
-def test_a_long_import_prints_lines_without_a_terminal(imports: dict[str, Imported]) -> None:
+def test_a_long_import_prints_lines_without_a_terminal(imports: dict[str, ImportOutput]) -> None:
     lines = imports["lines"].told.splitlines()
     assert any(re.fullmatch(r"sorting histories: 0:0\d", line) for line in lines)
     assert "\x1b" not in imports["lines"].told
 
 
-def test_a_quiet_import_shows_nothing(imports: dict[str, Imported]) -> None:
+def test_a_quiet_import_shows_nothing(imports: dict[str, ImportOutput]) -> None:
     assert imports["quiet"].told == "\r\x1b[Kwarning: logged meanwhile\r\n"
 
 
-def test_results_are_apart_from_progress(imports: dict[str, Imported]) -> None:
+def test_results_are_apart_from_progress(imports: dict[str, ImportOutput]) -> None:
     for imported in imports.values():
         first, last = imported.result.splitlines()
         assert first == "a result"

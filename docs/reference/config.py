@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from freescale.config import RECIPES, RunConfig
-from freescale.config.document import meanings, sections, type_name
-from freescale.config.load import literal
+from freescale.config.load import field_docs, sections, toml_value, type_name
 
 _HEAD = """# Config
 
@@ -25,11 +24,11 @@ def page() -> str:
 
 
 def _section(name: str, schema: type) -> str:
-    said, hints = meanings(schema), get_type_hints(schema)
+    docs, hints = field_docs(schema), get_type_hints(schema)
     rows = [
-        f"| `{field.name}` | {type_name(hints[field.name])} | `{literal(field.default)}` | {_cell(said[field.name])} |"
-        for field in dataclasses.fields(schema)
-        if not dataclasses.is_dataclass(hints[field.name])
+        f"| `{f.name}` | {type_name(hints[f.name])} | `{toml_value(f.default)}` | {_cell(docs[f.name])} |"
+        for f in dataclasses.fields(schema)
+        if not dataclasses.is_dataclass(hints[f.name])
     ]
     heading = f"[{name}]" if name else "At the top"
     table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])

@@ -78,7 +78,7 @@ class StorageError(FreeScaleError):
     exit_code = 7
 
     @staticmethod
-    def of(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
+    def from_os_error(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
         """Describe an error of the system. `output`: what the user asked to write; another file may have failed."""
         what = error.strerror or reason(error)
         told = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
@@ -89,15 +89,15 @@ class StorageError(FreeScaleError):
 
 
 @contextmanager
-def writing(path: str | PathLike[str]) -> Iterator[None]:
+def storage_errors(path: str | PathLike[str]) -> Iterator[None]:
     """Raise what the system refuses meanwhile as a StorageError that names the path."""
     try:
         yield
     except OSError as error:
-        raise StorageError.of(error, path) from error
+        raise StorageError.from_os_error(error, path) from error
 
 
-def is_of_files(error: OSError) -> bool:
+def is_file_error(error: OSError) -> bool:
     """Whether an error of the system is about a file, rather than a connection or a process."""
     return error.errno in _OF_FILES
 
@@ -112,7 +112,7 @@ def _remedy(number: int | None) -> str:
     return "see that the path exists and can be written"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Say which known name was probably meant, or list them all."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

@@ -36,7 +36,7 @@ _SPINNER = "|/-\\"
 
 
 @dataclass(frozen=True)
-class State:
+class ProgressState:
     """A piece of work at one moment."""
 
     text: str
@@ -50,12 +50,12 @@ class State:
     """More figures, the most important first."""
 
     @property
-    def share(self) -> float | None:
+    def fraction(self) -> float | None:
         """How much of it is done; None where that is unknown, or where it is done in one go."""
         return None if self.total is None or self.total <= 1 else min(1.0, self.done / self.total)
 
 
-class Fitted(NamedTuple):
+class TerminalLine(NamedTuple):
     """A line of a terminal: text, a bar of so many columns, figures."""
 
     text: str
@@ -63,7 +63,7 @@ class Fitted(NamedTuple):
     figures: str
 
 
-def estimate(done: float, total: float | None, elapsed: float) -> float | None:
+def estimate_remaining(done: float, total: float | None, elapsed: float) -> float | None:
     """Seconds that are left when work goes on at its mean speed; None while nothing is known."""
     return None if total is None or done <= 0 else elapsed * max(0.0, total - done) / done
 
@@ -73,15 +73,15 @@ def line_is_due(elapsed: float, since_last: float | None) -> bool:
     return elapsed >= FIRST_LINE_SECONDS if since_last is None else since_last >= LINE_SECONDS
 
 
-def plain(state: State) -> str:
+def plain_line(state: ProgressState) -> str:
     """A line of its own, for a file or another program."""
     return f"{state.text}: {', '.join(figures(state))}"
 
 
-def fitted(state: State, width: int) -> Fitted:
+def fit_line(state: ProgressState, width: int) -> TerminalLine:
     """The line for a terminal of `width` columns: figures that do not fit are left out, the least important first."""
     text, room = _shortened(state.text, 2 * width // 5), width - _FREE
-    least = _NARROWEST_BAR + 1 if state.share is not None else 2  # a bar, or a spinner
+    least = _NARROWEST_BAR + 1 if state.fraction is not None else 2  # a bar, or a spinner
     kept: list[str] = []
     for figure in figures(state):
         if len("  ".join([text, *kept, figure])) + least > room:
@@ -89,21 +89,21 @@ def fitted(state: State, width: int) -> Fitted:
         kept.append(figure)
     tail = "  ".join(kept)
     columns = room - len(text) - 1 - len(tail) - 2
-    return Fitted(text, 0 if state.share is None else max(0, min(_WIDEST_BAR, columns)), tail)
+    return TerminalLine(text, 0 if state.fraction is None else max(0, min(_WIDEST_BAR, columns)), tail)
 
 
-def figures(state: State) -> list[str]:
+def figures(state: ProgressState) -> list[str]:
     """How far the work is, the most important figure first."""
     done = _amount(state.done, state.unit)
     unit = "" if state.unit == "B" else f" {state.unit}"
-    if state.share is None:
+    if state.fraction is None:
         speed = f"{_amount(state.done / max(state.elapsed, 1e-9), state.unit)}/s"
         counts = [f"{done}{unit}", speed] if state.done and state.total is None else []
         return [*counts, *state.details, duration(state.elapsed)]
     left = [] if state.seconds_left is None else [f"{duration(state.seconds_left)} left"]
     counts = [f"{done} of {_amount(state.total or 0, state.unit)}{unit}"] if state.unit else []
     so_far = [f"{duration(state.elapsed)} so far"] if not left and state.elapsed >= 1 else []
-    return [f"{state.share:.0%}", *left, *so_far, *state.details, *counts]
+    return [f"{state.fraction:.0%}", *left, *so_far, *state.details, *counts]
 
 
 def duration(seconds: float) -> str:
@@ -124,7 +124,7 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."
 
 
-class Bar:
+class ProgressBar:
     """A piece of work that tells how far it is."""
 
     def __init__(
@@ -154,21 +154,21 @@ class Bar:
         """So much is done. `seconds_left`: where the caller knows it better than the mean speed tells."""
         self._part = done - self._done if seconds_left is None else None
         self._done, self._details, self._changed = done, tuple(details), self._clock()
-        mean = estimate(done, self._total, self._changed - self._began)
+        mean = estimate_remaining(done, self._total, self._changed - self._began)
         self._left = mean if seconds_left is None else seconds_left
         self.on_change()
 
-    def state(self) -> State:
+    def state(self) -> ProgressState:
         """The work as it is now. Between two advances the time left counts down, but not below what is certain."""
         now, left, least = self._clock(), self._left, 0.0
         if self._part is not None:  # the next part is not done before now
-            least = estimate(self._done + self._part, self._total, now - self._began) or 0.0
+            least = estimate_remaining(self._done + self._part, self._total, now - self._began) or 0.0
         if left is not None:
             left = max(least, left - (now - self._changed))
-        return State(self._text, self._unit, self._done, self._total, now - self._began, left, self._details)
+        return ProgressState(self._text, self._unit, self._done, self._total, now - self._began, left, self._details)
 
 
-class Display:
+class ProgressDisplay:
     """The bars of this process, innermost last. A thread draws them, so that a long call of a library shows too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -176,7 +176,7 @@ class Display:
         self._began: float | None = None
         """When the command began whose parts are shown; None where bars belong to no command."""
         self._last_line: float | None = None
-        self._bars: list[Bar] = []
+        self._bars: list[ProgressBar] = []
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._stop_ticking = threading.Event()
@@ -191,7 +191,7 @@ class Display:
         for bar in reversed(self._bars):
             self.close(bar)
 
-    def open(self, bar: Bar) -> None:
+    def open(self, bar: ProgressBar) -> None:
         """Show a bar from now on."""
         with self._lock:
             self._bars.append(bar)
@@ -201,7 +201,7 @@ class Display:
         if bar.at_once:
             self.tick()
 
-    def close(self, bar: Bar) -> None:
+    def close(self, bar: ProgressBar) -> None:
         """Show a bar no longer: the terminal is as it was, or shows the work around it."""
         with self._lock, suppress(OSError):
             self._bars = [other for other in self._bars if other is not bar]
@@ -227,10 +227,10 @@ class Display:
             begun = bar.at_once or state.elapsed >= SHOW_SECONDS  # before that, a part has nothing to say
             if begun and line_is_due(self._elapsed(), since_last):
                 self._last_line = self._clock()
-                sys.stderr.write(f"{plain(state)}\n")
+                sys.stderr.write(f"{plain_line(state)}\n")
                 sys.stderr.flush()
 
-    def _innermost(self) -> Bar | None:
+    def _innermost(self) -> ProgressBar | None:
         """The innermost bar that takes long enough to be shown; in a command that does, at least the outermost."""
         shown = [bar for bar in self._bars if bar.at_once or bar.state().elapsed >= SHOW_SECONDS]
         if not shown and self._bars and self._elapsed() >= SHOW_SECONDS:
@@ -278,18 +278,18 @@ class Display:
         if bar is None or self._live is None:
             return Text()
         state = bar.state()
-        text, columns, figures = fitted(state, self._live.console.width)
+        text, columns, figures = fit_line(state, self._live.console.width)
         line = Text(text, no_wrap=True, overflow="ellipsis")
-        if state.share is None:
+        if state.fraction is None:
             line.append(f" {_SPINNER[int(state.elapsed / _TICK_SECONDS) % len(_SPINNER)]} ", "bar.pulse")
         elif columns:
-            filled, utf = round(state.share * columns), self._live.console.encoding.startswith("utf")
+            filled, utf = round(state.fraction * columns), self._live.console.encoding.startswith("utf")
             line.append(" ").append(("━" if utf else "#") * filled, "bar.complete")
             line.append(("─" if utf else "-") * (columns - filled), "bar.back")
         return line.append(f"{' ' * (1 + bool(columns))}{figures}")
 
 
-_display = Display()
+_display = ProgressDisplay()
 _quiet = False
 
 
@@ -301,13 +301,13 @@ def progress(
     unit: str = "",
     at_once: bool = False,
     in_background: bool = True,
-) -> Iterator[Bar]:
+) -> Iterator[ProgressBar]:
     """Show that something goes on, and how far it is. Without a total: how much is done, and how quickly.
 
     `at_once`: do not wait whether it takes long. Without `in_background`, it is drawn only when it advances, so that a
     measurement is not disturbed.
     """
-    bar = Bar(text, total, unit, at_once=at_once, in_background=in_background)
+    bar = ProgressBar(text, total, unit, at_once=at_once, in_background=in_background)
     if _quiet or _rank():
         yield bar
         return

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from freescale.balance.cost import Cost
 from freescale.balance.place.assign import Strategy, assign
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from tests.support.threads import waits
 
 Words = dict[str, Any]
@@ -21,7 +21,7 @@ BATCH = 128
 
 
 def drawn(preset: synthetic.Preset, ranks: int, seed: int = 0) -> NDArray[np.int64]:
-    return synthetic.lengths(preset, ranks * BATCH, np.random.default_rng(seed))
+    return synthetic.draw_lengths(preset, ranks * BATCH, np.random.default_rng(seed))
 
 
 def homes(ranks: int) -> NDArray[np.int64]:
@@ -111,7 +111,7 @@ def test_equal_counts_cost_no_more_than_dealing_all_samples_out(preset: syntheti
 @pytest.mark.parametrize(("ranks", "batch"), [(8, 8), (64, 16), (4, 3)])
 def test_with_few_samples_per_rank_it_is_never_worse_than_dealing_them_out(ranks: int, batch: int) -> None:
     for seed in range(10):
-        lengths = np.minimum(synthetic.lengths("heavy", ranks * batch, np.random.default_rng(seed)), 200)
+        lengths = np.minimum(synthetic.draw_lengths("heavy", ranks * batch, np.random.default_rng(seed)), 200)
         at = np.repeat(np.arange(ranks), batch)
         ours, dealt = (assign(COST.of(lengths), at, world_size=ranks, strategy=s) for s in ("shed", "lpt"))
         assert ours.max_over_mean <= max(dealt.max_over_mean, 1.0046 * ours.lower_bound)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import random_batches
 from freescale.config import ModelConfig
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 
 def counted(length: int, candidates: int, projections: int, attention: int) -> int:
@@ -52,7 +52,7 @@ def test_a_configured_model_has_the_cost_of_its_kind() -> None:
 def test_the_imbalance_of_random_batches_is_the_published_one(
     preset: synthetic.Preset, ranks: int, expected: float
 ) -> None:
-    lengths, counts = np.unique(synthetic.lengths(preset, 200_000, np.random.default_rng(0)), return_counts=True)
+    lengths, counts = np.unique(synthetic.draw_lengths(preset, 200_000, np.random.default_rng(0)), return_counts=True)
     found = random_batches(Cost.sasrec(dim=256).of(lengths), counts, world_size=ranks, batch=128)
     assert found.max_over_mean == pytest.approx(expected, rel=0.03)
     assert found.best_share < 0.01

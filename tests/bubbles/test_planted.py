@@ -42,7 +42,7 @@ class Sleepy(Timed):
 
     def prepare(self, batch: Batch) -> Inputs:
         inputs = super().prepare(batch)
-        time.sleep(SLEEP if batch.number % 2 else 0.0)
+        time.sleep(SLEEP if batch.step_key % 2 else 0.0)
         return inputs
 
 
@@ -58,13 +58,13 @@ class Ready:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            time.sleep(self._stall if batch.number % 2 else 0.0)
+            time.sleep(self._stall if batch.step_key % 2 else 0.0)
             yield batch
 
 
 def timed_run(world: World, config: RunConfig, folder: str, plant: str) -> int:
     """Train; gives the bytes of gradients that the ranks add up."""
-    items = Loader(config.data, seed=0).known.rows
+    items = Loader(config.data, seed=0).vocabulary.rows
     kind = Sleepy if plant == "sleep" and world.rank == 1 else Timed
     model = kind(Retrieval(config, items=items), lambda _: (FORWARD, BACKWARD))
     trainer = build(config, joined(world), Path(folder), model=model)

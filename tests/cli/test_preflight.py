@@ -11,7 +11,7 @@ import pytest
 from freescale import config as configs
 from freescale.checkpoint.lock import RunLock
 from freescale.cli.main import main
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 WITHOUT_TORCH = """
 import json, sys
@@ -25,7 +25,7 @@ Refused = Callable[..., str]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "data"
-    synthetic.write(path, "ml1m", users=20, catalogue=50, seed=1)
+    synthetic.write_log(path, "ml1m", users=20, catalogue=50, seed=1)
     return path
 
 

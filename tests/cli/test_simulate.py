@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from freescale.cli.main import main
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("simulate") / "data"
-    synthetic.write(path, "heavy", users=300, catalogue=5_000)
+    synthetic.write_log(path, "heavy", users=300, catalogue=5_000)
     return str(path)
 
 

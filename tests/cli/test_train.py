@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from freescale.checkpoint import export, store
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 
 FREESCALE = [sys.executable, "-m", "freescale"]
 SHORT = ["--train.epochs", "2", "--train.max-steps", "12", "--train.log-every", "4"]
@@ -23,7 +23,7 @@ SHORT = ["--train.epochs", "2", "--train.max-steps", "12", "--train.log-every", 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("demo") / "data"
-    synthetic.write(path, "ml1m", users=600, catalogue=500, seed=1)
+    synthetic.write_log(path, "ml1m", users=600, catalogue=500, seed=1)
     return path
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from freescale import config
 from freescale.cli.main import main
-from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig, document
+from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig
+from freescale.config.load import sections
 from freescale.errors import ConfigError
 
 POSITIVE = st.integers(1, 2**40)
@@ -51,7 +52,7 @@ def test_the_config_command_explains_every_field_within_100_columns(capsys: pyte
     fields = [place for place, line in enumerate(lines) if re.match(r"\w+ = ", line)]
     assert len(fields) == sum(
         not dataclasses.is_dataclass(getattr(part(), field.name))
-        for _, part in document.sections(RunConfig)
+        for _, part in sections(RunConfig)
         for field in dataclasses.fields(part)
     )
     assert all(lines[place - 1].startswith("# ") for place in fields), "each has its meaning above it"

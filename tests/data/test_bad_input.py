@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from freescale.config import DataConfig
+from freescale.data.dataset import Dataset
 from freescale.data.loader import Loader
-from freescale.data.store.dataset import Dataset
 from freescale.errors import DataError
 from tests.support import histories, ids, lists, loader, write_dataset
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from freescale.data.split import Split
-from freescale.data.vocabulary import KnownItems
+from freescale.data.batch import Split
+from freescale.data.vocabulary import ItemVocabulary
 from tests.support import histories, ids, lists, loader, write_dataset
 
 LENGTHS = [1 + (7 * i) % 23 for i in range(300)]
@@ -110,9 +110,9 @@ def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) 
     assert set(got[~known]) <= {60, 61, 62, 63}
     assert len(set(got[~known])) == 4
     assert source.unknown_items == (~known).sum()
-    assert source.known.rows == 64
+    assert source.vocabulary.rows == 64
     assert "mapped to 4 shared rows" in " ".join(source.report())
-    again = KnownItems(60, 4).fold(raw)[0]
+    again = ItemVocabulary(60, 4).map_unknown(raw)[0]
     assert np.array_equal(again, got), "one id, one row, always"
 
 

@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 
 from freescale.cli.main import main
-from freescale.data.sources import histories, importers
-from freescale.data.sources.events import Columns
-from freescale.data.sources.files import CsvStyle
-from freescale.data.store.quarantine import Quarantine
+from freescale.data import histories, importers
+from freescale.data.event_log import LogColumns
+from freescale.data.text_log import CsvStyle
+from freescale.data.validation import Quarantine
 from freescale.errors import DataError, UsageError
 from tests.support import loader
 
@@ -24,15 +24,15 @@ PUBLIC = Path(os.environ.get("FREESCALE_TEST_DATA", Path(__file__).parents[3] / 
 
 def run(
     tmp_path: Path, name: str, sources: list[Path], *, quarantine: Quarantine | None = None, **options: Any
-) -> histories.Imported:
+) -> histories.ImportSummary:
     quarantine = quarantine or Quarantine()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     opened = {key: options.pop(key) for key in ("columns", "style", "unit") if key in options}
     vocabulary = options.pop("vocabulary", None)
-    events = importers.open_log(name, importers.Job(sources, scratch, quarantine, **opened))
-    log = histories.Log(events, scratch, quarantine, **options)
-    return histories.write(log, tmp_path / "out", vocabulary=vocabulary)
+    events = importers.open_log(name, importers.LogSpec(sources, scratch, quarantine, **opened))
+    log = histories.ImportJob(events, scratch, quarantine, **options)
+    return histories.write_histories(log, tmp_path / "out", vocabulary=vocabulary)
 
 
 def read_back(tmp_path: Path, **config: Any) -> dict[int, list[tuple[Any, ...]]]:
@@ -141,7 +141,7 @@ def test_any_event_log_can_be_read_from_csv_and_parquet(tmp_path: Path) -> None:
             "price": [1.5, 2.5, 3.5],
         }
     )
-    columns = Columns("who", "sku", "at", ("price",))
+    columns = LogColumns("who", "sku", "at", ("price",))
     frame.write_csv(tmp_path / "log.csv", separator=";")
     frame.with_columns(pl.col("at").str.to_datetime()).write_parquet(tmp_path / "log.parquet")
     with gzip.open(tmp_path / "log.csv.gz", "wb") as packed:
@@ -158,7 +158,7 @@ def test_any_event_log_can_be_read_from_csv_and_parquet(tmp_path: Path) -> None:
 def test_quotes_inside_fields_lose_no_line(tmp_path: Path) -> None:
     text = 'u;i;t\n"1";"\\"007";"1"\n' + "".join(f'"{n}";"k{n}";"5"\n' for n in range(2, 50))
     done = run(
-        tmp_path, "events", [write(tmp_path / "q.csv", text)], columns=Columns("u", "i", "t"), style=CsvStyle(";")
+        tmp_path, "events", [write(tmp_path / "q.csv", text)], columns=LogColumns("u", "i", "t"), style=CsvStyle(";")
     )
     assert done.events == 49
 
@@ -218,7 +218,7 @@ def test_broken_archives_and_unknown_formats_are_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match="archive cannot be read"):
         run(tmp_path, "ml-1m", [tmp_path / "x.zip"])
     with pytest.raises(UsageError, match="ml-1n"):
-        importers.open_log("ml-1n", importers.Job([], tmp_path, Quarantine()))
+        importers.open_log("ml-1n", importers.LogSpec([], tmp_path, Quarantine()))
 
 
 @pytest.mark.parametrize(
@@ -235,13 +235,13 @@ def test_broken_archives_and_unknown_formats_are_refused(tmp_path: Path) -> None
         (
             "events",
             ["ml-100k/ml-100k.inter"],
-            {"columns": Columns("user_id:token", "item_id:token", "timestamp:float"), "style": CsvStyle("\t")},
+            {"columns": LogColumns("user_id:token", "item_id:token", "timestamp:float"), "style": CsvStyle("\t")},
             (943, 1_682, 100_000),
         ),
         (
             "events",
             ["book-crossing/BX-Book-Ratings.csv.gz"],
-            {"columns": Columns("User-ID", "ISBN", None, ("Book-Rating",)), "style": CsvStyle(";", '"', "latin-1")},
+            {"columns": LogColumns("User-ID", "ISBN", None, ("Book-Rating",)), "style": CsvStyle(";", '"', "latin-1")},
             (105_283, 340_556, 1_149_780),
         ),
     ],

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data.order.cursor import Cursor, Order
-from freescale.data.order.layout import Layout
-from freescale.data.order.permute import Permutation, key_of
+from freescale.data.order import Cursor, EpochOrder, Permutation, RowGroupLayout, derive_key
 from freescale.errors import ConfigError
 from tests.support import histories, ids, loader, steps_over_ranks, write_dataset
 
@@ -20,7 +18,7 @@ RANKS = (1, 2, 3, 4, 8, 64)
 KINDS = st.sampled_from(["shuffle", "log"])
 
 
-def epoch_of(order: Order, ranks: int) -> list[list[tuple[int, int]]]:
+def epoch_of(order: EpochOrder, ranks: int) -> list[list[tuple[int, int]]]:
     """Positions of the epoch and the sample at each, per rank."""
     found = []
     for rank in range(ranks):
@@ -33,7 +31,7 @@ def epoch_of(order: Order, ranks: int) -> list[list[tuple[int, int]]]:
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**63))
 def test_a_keyed_permutation_is_a_bijection_and_its_inverse_undoes_it(n: int, key: int) -> None:
-    permute = Permutation(n, key_of(key))
+    permute = Permutation(n, derive_key(key))
     moved = permute(np.arange(n))
     assert np.array_equal(np.sort(moved), np.arange(n))
     assert np.array_equal(permute.inverse(moved), np.arange(n))
@@ -41,7 +39,7 @@ def test_a_keyed_permutation_is_a_bijection_and_its_inverse_undoes_it(n: int, ke
 
 def test_a_keyed_permutation_sends_a_place_anywhere() -> None:
     n, keys = 50, 4000
-    goes = np.array([Permutation(n, key_of(key))(np.array([3, 17])) for key in range(keys)])
+    goes = np.array([Permutation(n, derive_key(key))(np.array([3, 17])) for key in range(keys)])
     for column in goes.T:
         counts = np.bincount(column, minlength=n)
         assert ((counts - keys / n) ** 2 / (keys / n)).sum() < 100, "chi-square with 49 degrees of freedom"
@@ -50,11 +48,11 @@ def test_a_keyed_permutation_sends_a_place_anywhere() -> None:
 
 @given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=60))
 def test_a_layout_numbers_rows_like_the_plain_list_of_counts(counts: list[int]) -> None:
-    layout = Layout.of(counts)
+    layout = RowGroupLayout.from_counts(counts)
     groups = np.arange(len(counts))
     assert layout.rows == sum(counts)
-    assert layout.rows_of(groups).tolist() == counts
-    assert layout.first_row_of(groups).tolist() == [0, *itertools.accumulate(counts)][:-1]
+    assert layout.group_rows(groups).tolist() == counts
+    assert layout.first_rows(groups).tolist() == [0, *itertools.accumulate(counts)][:-1]
 
 
 @given(
@@ -68,7 +66,7 @@ def test_a_layout_numbers_rows_like_the_plain_list_of_counts(counts: list[int]) 
 def test_an_epoch_is_a_permutation_of_the_log_and_ranks_only_divide_it(
     counts: list[int], shards: int, kind: Literal["shuffle", "log"], seed: int, epoch: int, ranks: int
 ) -> None:
-    order = Order(Layout.of(counts), kind, shards, seed, epoch)
+    order = EpochOrder(RowGroupLayout.from_counts(counts), kind, shards, seed, epoch)
     alone = epoch_of(order, 1)[0]
     assert [position for position, _ in alone] == list(range(sum(counts)))
     assert sorted(sample for _, sample in alone) == list(range(sum(counts)))
@@ -78,9 +76,9 @@ def test_an_epoch_is_a_permutation_of_the_log_and_ranks_only_divide_it(
 
 
 def test_every_epoch_and_every_seed_has_another_order() -> None:
-    layout = Layout.of([16] * 40)
+    layout = RowGroupLayout.from_counts([16] * 40)
     orders = {
-        tuple(s for _, s in epoch_of(Order(layout, "shuffle", 8, seed, epoch), 1)[0])
+        tuple(s for _, s in epoch_of(EpochOrder(layout, "shuffle", 8, seed, epoch), 1)[0])
         for seed in range(3)
         for epoch in range(3)
     }
@@ -88,9 +86,9 @@ def test_every_epoch_and_every_seed_has_another_order() -> None:
 
 
 def test_ten_billion_samples_need_neither_memory_nor_time() -> None:
-    layout = Layout(10_000_000, 1000, np.array([9_999_999]), np.array([500]))
+    layout = RowGroupLayout(10_000_000, 1000, np.array([9_999_999]), np.array([500]))
     tracemalloc.start()
-    order = Order(layout, "shuffle", 4096, 0, 3)
+    order = EpochOrder(layout, "shuffle", 4096, 0, 3)
     cursor = Cursor(0, "shuffle", 262_144, 4096, layout.rows, epoch=3, step=20_000)
     windows = order.windows_in(*cursor.span(cursor.step))
     shares = [order.share(window, rank=17, world_size=2048) for window in windows]
@@ -98,7 +96,7 @@ def test_ten_billion_samples_need_neither_memory_nor_time() -> None:
     tracemalloc.stop()
     assert peak < 20e6
     assert all(len(np.unique(share.sample_id)) == len(share.sample_id) for share in shares)
-    assert order.start_of(order.windows) == layout.rows == cursor.samples
+    assert order.window_start(order.windows) == layout.rows == cursor.samples
 
 
 @pytest.fixture(scope="module")

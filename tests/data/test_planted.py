@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from freescale.cli.main import main
-from freescale.data.sources import planted
-from freescale.data.sources.planted import CANDIDATES, CHANCES, EVENTS, GROUPS, Items
+from freescale.data import synthetic
+from freescale.data.synthetic import CANDIDATES, CHANCES, EVENTS, GROUPS, PlantedItems
 from tests.support import loader
 
 USERS, CATALOGUE = 4000, 64
@@ -21,7 +21,7 @@ USERS, CATALOGUE = 4000, 64
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     for name, seed in (("log", 0), ("again", 0), ("other", 1)):
-        planted.write(folder / name, users=USERS, catalogue=CATALOGUE, seed=seed)
+        synthetic.write_planted_log(folder / name, users=USERS, catalogue=CATALOGUE, seed=seed)
     return folder
 
 
@@ -30,7 +30,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_chance_follows_from_the_candidate_and_the_history_before_it(made: Path) -> None:
-    items = Items.of(CATALOGUE)
+    items = PlantedItems.from_catalogue(CATALOGUE)
     assert Counter(zip(items.group.tolist(), items.good.tolist(), strict=True)) == {
         (group, good): CATALOGUE // GROUPS // 2 for group in range(GROUPS) for good in (False, True)
     }
@@ -48,22 +48,22 @@ def test_every_chance_follows_from_the_candidate_and_the_history_before_it(made:
 
 @pytest.mark.parametrize("label", CHANCES)
 def test_the_optimum_is_what_the_labels_really_allow(made: Path, label: str) -> None:
-    chance, drawn = planted.truth(made / "log", label)
-    optimum = planted.optimum(made / "log", label)
+    chance, drawn = synthetic.planted_truth(made / "log", label)
+    optimum = synthetic.planted_optimum(made / "log", label)
     entropy = -(chance * np.log(chance) + (1 - chance) * np.log(1 - chance))
     mean = chance.mean()
     assert optimum == pytest.approx(entropy.mean() / -(mean * np.log(mean) + (1 - mean) * np.log(1 - mean)))
     loss = -np.where(drawn == 1, np.log(chance), np.log(1 - chance))
     rate = drawn.mean()
     reached = loss.mean() / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
-    assert planted.normalised_entropy(chance, drawn) == pytest.approx(reached)
+    assert synthetic.normalised_entropy(chance, drawn) == pytest.approx(reached)
     assert reached == pytest.approx(optimum, abs=4 * loss.std() / len(loss) ** 0.5), "labels are drawn by their chances"
     for value in np.unique(chance):
         assert drawn[chance == value].mean() == pytest.approx(value, abs=0.02)
     assert optimum < 0.8, "there is something to learn"
     for wrong in (chance * 0.9, 0.9 * chance + 0.1 * mean, np.full_like(chance, mean)):
-        assert planted.normalised_entropy(wrong, chance) > optimum
-        assert planted.normalised_entropy(wrong, drawn) > reached
+        assert synthetic.normalised_entropy(wrong, chance) > optimum
+        assert synthetic.normalised_entropy(wrong, drawn) > reached
 
 
 def test_one_seed_is_one_log_and_another_has_other_users_over_the_same_items(made: Path) -> None:
@@ -93,7 +93,9 @@ def test_the_command_makes_it_and_tells_the_optimum(tmp_path: Path, capsys: pyte
     told = capsys.readouterr().out
     assert "300 users, 256 items" in told
     for label in CHANCES:
-        assert f"{label}: normalised entropy is {planted.optimum(tmp_path / 'log', label):.4f} at best" in told
+        assert (
+            f"{label}: normalised entropy is {synthetic.planted_optimum(tmp_path / 'log', label):.4f} at best" in told
+        )
     for wrong, says in ((["--popularity", "public"], "all as popular"), (["--items", "15"], "too few")):
         assert main([*words, *wrong, str(tmp_path / "other")]) == 2
         assert says in capsys.readouterr().err

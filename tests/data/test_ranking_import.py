@@ -82,7 +82,7 @@ def by_hand(events: list[Any], shown: list[Any], most: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("memory", ["1024", "1"])
 def test_any_log_gives_what_is_found_by_hand(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("freescale.data.sources.impressions._CHUNK", 500)  # several pieces
+    monkeypatch.setattr("freescale.data.histories._CHUNK", 500)  # several pieces
     rng = np.random.default_rng(3)
     start = 1_700_000_000_000
     logs = [
@@ -150,7 +150,7 @@ def test_histories_of_others_become_a_data_set_as_they_are(tmp_path: Path) -> No
     assert main([*words, "--features", "rating", "age"]) == 0
     read = loader(tmp_path / "data", features=("rating", "age"), order="log")
     largest = max(sum(table["item_id"].to_pylist() + table["candidate_id"].to_pylist(), []))
-    assert read.known.items == largest + 1
+    assert read.vocabulary.items == largest + 1
     (batch,) = read
     (want,) = loader(tmp_path / "plain", features=("rating", "age"), order="log")
     for some, other in ((batch.history, want.history), (batch.candidates, want.candidates)):

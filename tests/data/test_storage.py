@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from freescale.data.sources import synthetic
-from freescale.data.store import manifest, writer
-from freescale.data.store.dataset import Dataset
+from freescale.data import dataset, synthetic, writer
+from freescale.data.dataset import Dataset
 from freescale.errors import DataError
 from tests.support import histories, ids, loader, write_dataset
 
@@ -37,7 +36,7 @@ def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(
     tmp_path: Path, preset: synthetic.Preset, users: int, ranks: int
 ) -> None:
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
-    synthetic.write(tmp_path / "data", preset, users=users)
+    synthetic.write_log(tmp_path / "data", preset, users=users)
     size = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
     CountingFileSystem.read = 0
     claimed = rows = 0
@@ -91,7 +90,7 @@ def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks()
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     def fail_in_the_middle() -> None:
-        with writer.new_folder(tmp_path / "data") as folder:
+        with writer.atomic_folder(tmp_path / "data") as folder:
             (folder / "part").write_text("half")
             raise ZeroDivisionError
 
@@ -101,22 +100,22 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_write_makes_its_folder(tmp_path: Path) -> None:
-    writer.write(str(tmp_path / "new" / "data"), [histories([3, 1, 2])], rows_per_group=2, items=1000)
+    writer.write_dataset(str(tmp_path / "new" / "data"), [histories([3, 1, 2])], rows_per_group=2, items=1000)
     assert [len(batch) for batch in loader(tmp_path / "new" / "data")] == [3]
 
 
 def test_an_existing_data_set_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine").touch()
-    with pytest.raises(DataError, match="not empty"), writer.new_folder(tmp_path / "data"):
+    with pytest.raises(DataError, match="not empty"), writer.atomic_folder(tmp_path / "data"):
         pass
     assert (tmp_path / "data" / "mine").exists()
 
 
 def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -> None:
     made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, note='odd "name" \u00e9')
-    raw = manifest.dump(made)
-    assert manifest.parse(raw, "here") == made
+    raw = dataset.dump_manifest(made)
+    assert dataset.parse_manifest(raw, "here") == made
     for damaged in (
         raw[:-5],
         raw.replace(b"20", b"21", 1),
@@ -126,7 +125,7 @@ def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -
         b"\xff\xfe",
     ):
         with pytest.raises(DataError, match="manifest"):
-            manifest.parse(damaged, "here")
+            dataset.parse_manifest(damaged, "here")
 
 
 def test_our_pages_carry_checksums_and_foreign_files_without_are_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.data.sources.times import unit_of
+from freescale.data.event_log import guess_unit
 from tests.data.imported import HEADER, histories, import_events, rows
 
 NOW = 1_700_000_000
@@ -93,7 +93,7 @@ def test_the_unit_that_was_detected_is_said_with_the_dates_it_leads_to(
 
 
 def test_small_numbers_count_seconds() -> None:
-    assert [unit_of(value) for value in (0, 5, NOW, NOW * 10**3, -NOW * 10**6, NOW * 10**9)] == [
+    assert [guess_unit(value) for value in (0, 5, NOW, NOW * 10**3, -NOW * 10**6, NOW * 10**9)] == [
         "s",
         "s",
         "s",

@@ -23,8 +23,8 @@ from freescale.bubbles import records
 from freescale.bubbles.report import report
 from freescale.checkpoint import export
 from freescale.cli.main import main
-from freescale.data.sources import histories, importers
-from freescale.data.store.quarantine import Quarantine
+from freescale.data import histories, importers
+from freescale.data.validation import Quarantine
 from freescale.errors import DataError
 from freescale.train import curves
 from tests.support import ids, loader
@@ -96,11 +96,13 @@ def test_a_pickle_in_place_of_a_file_never_runs(place: str, form: str, marker: P
     assert not taken or (place == "steps" and b"\n" not in raw), "half a line is left out, as after a kill"
 
 
-def log_import(folder: Path, kind: str, log: Path, vocabulary: Path | None = None) -> histories.Imported:
+def log_import(folder: Path, kind: str, log: Path, vocabulary: Path | None = None) -> histories.ImportSummary:
     scratch, quarantine = folder / "scratch", Quarantine()
     scratch.mkdir()
-    events = importers.open_log(kind, importers.Job([log], scratch, quarantine))
-    return histories.write(histories.Log(events, scratch, quarantine), folder / "out", vocabulary=vocabulary)
+    events = importers.open_log(kind, importers.LogSpec([log], scratch, quarantine))
+    return histories.write_histories(
+        histories.ImportJob(events, scratch, quarantine), folder / "out", vocabulary=vocabulary
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Arrow, of lines that are not UTF-8

@@ -90,10 +90,10 @@ def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    from freescale.data.order.permute import mix
+    from freescale.data.order import splitmix64
 
     values = torch.tensor([0, 1, -1, 2**62, 123456789])
-    assert hashed(values).numpy().view("uint64").tolist() == mix(values.numpy().view("uint64")).tolist()
+    assert hashed(values).numpy().view("uint64").tolist() == splitmix64(values.numpy().view("uint64")).tolist()
 
 
 @pytest.mark.parametrize("rows", [40, 1000], ids=["scores of all rows", "scores of chosen rows"])

@@ -12,10 +12,10 @@ import pyarrow as pa
 from freescale import log
 from freescale.cli.main import main
 from freescale.config import DataConfig
+from freescale.data import writer
 from freescale.data.batch import Batch
+from freescale.data.dataset import Manifest
 from freescale.data.loader import Loader
-from freescale.data.store import writer
-from freescale.data.store.manifest import Manifest
 
 
 class ListHandler(logging.Handler):
@@ -68,8 +68,8 @@ def histories(lengths: Sequence[int], *, items: int = 1000, seed: int = 0, candi
 
 def write_dataset(path: Path, table: pa.Table, *, rows_per_group: int, items: int = 1000, **options: Any) -> Manifest:
     shutil.rmtree(path, ignore_errors=True)
-    with writer.new_folder(path) as folder:
-        return writer.write(folder, [table], rows_per_group=rows_per_group, items=items, **options)
+    with writer.atomic_folder(path) as folder:
+        return writer.write_dataset(folder, [table], rows_per_group=rows_per_group, items=items, **options)
 
 
 def loader(

@@ -41,10 +41,9 @@ from freescale.bubbles.summary import summarize
 from freescale.bubbles.trace import trace_of
 from freescale.checkpoint import files, store
 from freescale.config import RECIPES, DataConfig
+from freescale.data import writer
+from freescale.data.dataset import Dataset, compute_stats
 from freescale.data.loader import Loader
-from freescale.data.stats import profile
-from freescale.data.store import writer
-from freescale.data.store.dataset import Dataset
 from freescale.errors import FreeScaleError
 from freescale.simulate import calibrate, cluster
 from freescale.simulate.operations import Machine
@@ -248,8 +247,8 @@ def some_histories(rows: int) -> pa.Table:
 @cache
 def valid_data() -> Files:
     with tempfile.TemporaryDirectory() as folder:
-        with writer.new_folder(Path(folder) / "data") as made:
-            writer.write(made, [some_histories(11)], rows_per_group=3, items=30)
+        with writer.atomic_folder(Path(folder) / "data") as made:
+            writer.write_dataset(made, [some_histories(11)], rows_per_group=3, items=30)
         return {file.name: file.read_bytes() for file in (Path(folder) / "data").iterdir()}
 
 
@@ -345,7 +344,7 @@ def read_data(folder: Path) -> None:
             refused = error
     try:
         dataset = Dataset(str(folder), features=("rating",))
-        found = profile(dataset, workers=1)
+        found = compute_stats(dataset, workers=1)
         assert found.rows <= dataset.rows
         dataset.unchecked_files()
     except FreeScaleError as error:

@@ -74,7 +74,7 @@ def test_what_follows_own_gradients_does_not_wait_for_those_of_others(groups: di
 def train(world: World, log: Path, folder: Path) -> None:
     """Some steps on the timed lane, in which rank 1 is late."""
     config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
-    model = model_of(config, items=Loader(config.data, seed=0).known.rows)
+    model = model_of(config, items=Loader(config.data, seed=0).vocabulary.rows)
     lane = Timed(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
     trainer = build(config, joined(world), folder, model=lane)
     trainer.fit()

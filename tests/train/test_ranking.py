@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from freescale.cli.main import main
 from freescale.config import RECIPES, RunConfig
+from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
-from freescale.data.sources import planted
 from freescale.train.build import build
 from tests.support import histories, lists, write_dataset
 from tests.support.ranks import RankError, Ranks, World
@@ -159,12 +159,12 @@ def test_training_on_a_planted_log_brings_normalised_entropy_near_the_optimum(
     groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
     for name, users, seed in (("log", 2000, 0), ("unseen", 1000, 1)):
-        planted.write(tmp_path / name, users=users, catalogue=32, seed=seed)
+        synthetic.write_planted_log(tmp_path / name, users=users, catalogue=32, seed=seed)
     recipe = RECIPES["hstu-ranking-synth"]
     data = replace(recipe.data, path=str(tmp_path / "log"), test_path=str(tmp_path / "unseen"), global_batch=64)
     groups[2].run(trained, replace(recipe, data=data), str(tmp_path / "run"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (last,) = [line for line in lines if line["kind"] == "evaluate"][-1:]
     for label in LABELS:
-        best = planted.optimum(tmp_path / "unseen", label)
+        best = synthetic.planted_optimum(tmp_path / "unseen", label)
         assert best < last[f"ne/{label}"] < 1.04 * best < 0.8

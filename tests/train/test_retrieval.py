@@ -45,8 +45,8 @@ def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[di
         assert batch.targets is not None
         asked = 0
         for i in range(len(batch)):
-            seen = set(batch.history.between(i, i + 1)["item_id"].tolist())
-            target = batch.targets.between(i, i + 1)["item_id"].tolist()
+            seen = set(batch.history.slice(i, i + 1)["item_id"].tolist())
+            target = batch.targets.slice(i, i + 1)["item_id"].tolist()
             place = None
             if target and seen:
                 place, asked = float(before[asked]), asked + 1
@@ -114,7 +114,7 @@ def hits_twice(world: World, config: RunConfig, folder: str, items: int) -> tupl
         assert batch.targets is not None
         best, scores = corpus.top(batch, 10)
         for i in range(len(batch)):
-            asked = batch.targets.between(i, i + 1)["item_id"].tolist() if batch.history.lengths[i] else []
+            asked = batch.targets.slice(i, i + 1)["item_id"].tolist() if batch.history.lengths[i] else []
             returned += sum(item in best[i][scores[i] > -math.inf].tolist() for item in asked)
     assert parts.evaluate is not None
     return parts.evaluate(), returned

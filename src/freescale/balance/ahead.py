@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from freescale.balance.exchange import Exchange
-from freescale.data.ahead import run_ahead
 from freescale.data.batch import Batch
+from freescale.data.loader import prefetch
 
 _AHEAD = 2
 
@@ -52,7 +52,7 @@ class BalancedBatches:
         if self._state is not None:  # who ended early left batches that were balanced and not used
             self.load_state_dict(self._state)
         # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
-        for batch, state in run_ahead(self._balanced(), _AHEAD, work_off=True):
+        for batch, state in prefetch(self._balanced(), _AHEAD, drain=True):
             self._state = state
             yield batch
         self._state = None

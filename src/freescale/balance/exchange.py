@@ -95,7 +95,7 @@ class Packing:
         by_feature = []
         for events in self._groups.values():
             chosen = torch.from_numpy(samples)
-            rows = events.rows_of(chosen)
+            rows = events.row_indices(chosen)
             before = np.concatenate([[0], events.lengths[chosen].cumsum(0).numpy()])
             counts = np.diff(before[np.append(first, len(samples))]).tolist()
             for values in events.features.values():
@@ -111,7 +111,7 @@ class Packing:
         found = {}
         for place, (name, events) in enumerate(self._groups.items()):
             counts = torch.cat([events.lengths[kept], torch.from_numpy(lengths[:, place])])
-            rows = events.rows_of(kept)
+            rows = events.row_indices(kept)
             features = {n: torch.cat([v[rows], *arrived[name][n]]) for n, v in events.features.items()}
             found[name] = Events(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), features)
         return found

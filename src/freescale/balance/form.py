@@ -64,7 +64,7 @@ class Form:
 
 def without_samples(batch: B) -> B:
     """A batch of the same form that holds nothing."""
-    return mapped(batch, lambda _, leaf: leaf.between(0, 0) if isinstance(leaf, Events) else leaf[:0])
+    return mapped(batch, lambda _, leaf: leaf.slice(0, 0) if isinstance(leaf, Events) else leaf[:0])
 
 
 def described(groups: Mapping[str, Events]) -> str:

@@ -24,8 +24,8 @@ from freescale.balance.place.placement import Ints, Placement
 from freescale.balance.plan import Planner
 from freescale.balance.sampler import PlacedSamples, placed_loader
 from freescale.config import BalanceConfig
-from freescale.data.ahead import run_ahead
 from freescale.data.batch import Events
+from freescale.data.loader import prefetch
 from freescale.errors import DataError, UsageError
 from freescale.log import info_once
 from freescale.transport.world import host_of_each_rank, new_group
@@ -112,7 +112,7 @@ class _Exchanged:
         if self._exchange is None:
             return (scaled(batch, self._plan.scale_of(self._length(batch).numpy())) for batch in self._loader)
         # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
-        return run_ahead(self._balanced(self._exchange), _AHEAD, work_off=True)
+        return prefetch(self._balanced(self._exchange), _AHEAD, drain=True)
 
     def _balanced(self, exchange: Exchange) -> Iterator[Any]:
         """Until no rank has anything left: who ends earlier goes on with what others give."""

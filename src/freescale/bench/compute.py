@@ -48,7 +48,7 @@ def calibrated(config: RunConfig, world: World) -> Compute:
     """Measure the model on the first rank, one step after another; all ranks are told."""
     loader = Loader(config.data, seed=config.seed, rank=0, world_size=world.world_size)
     batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.is_rank_zero else []
-    model, took = model_of(config, items=loader.known.rows), []
+    model, took = model_of(config, items=loader.vocabulary.rows), []
     for _ in range(_REPEATS):
         took.append(alone(config, world, model, batches))
         world.transport.sum(0, name="calibration")  # so that others, who wait, know that it goes on

@@ -62,8 +62,8 @@ def _smaller(share: float) -> str:
 def document(found: Found, exact: Sequence[Exact]) -> str:
     """The whole page."""
     figures = found.figures()
-    bars = [page.Bar(way, found.causes(way)) for way in WAYS]
-    bars.insert(0, page.Bar("compute alone", {"forward": figures[0]["step_ms"]}))
+    bars = [page.StackedBar(way, found.causes(way)) for way in WAYS]
+    bars.insert(0, page.StackedBar("compute alone", {"forward": figures[0]["step_ms"]}))
     seen = {cause: c for cause, c in COLOURS.items() if any(bar.values.get(cause, 0) > _SEEN_MS for bar in bars)}
     return page.document(
         "A step in every way",

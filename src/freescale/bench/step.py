@@ -137,7 +137,7 @@ def measure(
     """
     compute = calibrated(config, world)
     costed = replace(config, balance=replace(config.balance, cost=compute.cost.constants))
-    items = Loader(config.data, seed=0).known.rows
+    items = Loader(config.data, seed=0).vocabulary.rows
     found = []
     for turn in range(turns):
         turned = replace(costed, seed=config.seed + turn)
@@ -201,7 +201,7 @@ def compared(
     fp64, with ours in fp32.
     """
     losses: dict[tuple[str, str], Sequence[float]] = {}
-    items = Loader(config.data, seed=0).known.rows
+    items = Loader(config.data, seed=0).vocabulary.rows
     for precision, ways in COMPARED.items():
         train = replace(config.train, precision=precision, max_steps=steps, log_every=1)
         of_precision = replace(config, train=train)

@@ -27,8 +27,7 @@ from torchrec.streamable import Pipelineable
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.ddp import watched as watched_hook
 from freescale.config import RunConfig
-from freescale.data.ahead import run_ahead
-from freescale.data.loader import Loader
+from freescale.data.loader import Loader, prefetch
 from freescale.embedding.fused import Collection, collection_of, planned
 from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
@@ -98,7 +97,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
     dense: Any = parallel._dmp_wrapped_module
     dense.register_comm_hook(None, watched_hook(allreduce_hook, bubbles.recorder))
     optimizer = optimizer_of(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
-    batches = bubbles.each("data", run_ahead(_prepared(config, world, model, counts), _AHEAD))
+    batches = bubbles.each("data", prefetch(_prepared(config, world, model, counts), _AHEAD))
     loop = _pipelined if pipelined else _plain
     losses = []
     with watched(bubbles):

@@ -93,7 +93,8 @@ def report(recorded: Recorded, steps: Sequence[int]) -> list[str]:
 
 def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
     bars = [
-        page.Bar(name, dict(zip(COLUMNS, values.tolist(), strict=True))) for name, values in averaged(intervals).items()
+        page.StackedBar(name, dict(zip(COLUMNS, values.tolist(), strict=True)))
+        for name, values in averaged(intervals).items()
     ]
     drawn = page.stacked_bars(bars, colours, rows="rank", axis="ms per step")
     return [
@@ -107,7 +108,7 @@ def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[
 
 
 def _over_time(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
-    bars = [page.Bar(f"{part[-1].step:,}", means(part)) for part in _merged(intervals)]
+    bars = [page.StackedBar(f"{part[-1].step:,}", means(part)) for part in _merged(intervals)]
     drawn = page.stacked_bars(bars, colours, rows="up to step", axis="ms per step, mean of all ranks")
     return [page.section("Over time", "The same, from the first steps to the last.", page.legend(colours), drawn)]
 
@@ -136,7 +137,7 @@ def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
         for piece in segments(sample.step, sample.last):
             begin, end = (piece.begin - first) / 1e6, (piece.end - first) / 1e6
             says = f"rank {sample.step.rank}: {piece.cause} {end - begin:.2f} ms"
-            pieces.append(page.Piece(begin, end, COLOURS[piece.cause], says))
+            pieces.append(page.Segment(begin, end, COLOURS[piece.cause], says))
         lanes.append(page.Lane(str(sample.step.rank), pieces))
     kept = "" if len(of_ranks) < 2 else f" of {len(of_ranks)} ranks"
     drawn = page.timeline(lanes, rows="rank", axis="ms since the first rank began")

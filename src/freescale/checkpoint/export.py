@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freescale.errors import DataError, StorageError, reason, writing
+from freescale.errors import DataError, StorageError, reason, storage_errors
 
 LIST = "export.json"
 
@@ -37,7 +37,7 @@ def write_tensors(
 
 def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a file with the permissions that any new file here has; safetensors lets only its owner read it."""
-    with writing(path):
+    with storage_errors(path):
         path.touch()
         mode = path.stat().st_mode
         try:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from freescale.errors import UsageError, writing
+from freescale.errors import UsageError, storage_errors
 from freescale.log import logger, warning_once
 
 NAME = "run.lock"
@@ -94,7 +94,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Make the folder if need be and take its lock, also from a holder that is gone. UsageError if it is not."""
-        with writing(self._folder):
+        with storage_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for _ in range(_ATTEMPTS):
                 if _created(self._path, self._mine):

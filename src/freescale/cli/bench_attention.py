@@ -51,7 +51,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         import numpy as np
         import torch
 
-        from freescale.data.sources import synthetic
+        from freescale.data import synthetic
         from freescale.models.attention import measure
 
     require_gpu(options.device)
@@ -63,7 +63,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     timed: list[Timed] = []
     left_out: dict[str, str] = {}
     if right:
-        drawn = synthetic.lengths(options.preset, options.batch, np.random.default_rng(0))
+        drawn = synthetic.draw_lengths(options.preset, options.batch, np.random.default_rng(0))
         lengths = np.minimum(drawn, options.longest).tolist()
         problem = measure.Problem.of(lengths, **size, dtype=kind, device=place)
         competitors, left_out = _competitors(problem)

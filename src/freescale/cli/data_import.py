@@ -9,12 +9,11 @@ from typing import Literal
 import tyro
 
 from freescale.cli.options import Flag, parse, print_json, say
-from freescale.data.sources import histories, importers, plain
-from freescale.data.sources.events import Columns
-from freescale.data.sources.files import CsvStyle
-from freescale.data.sources.times import Unit
-from freescale.data.store.quarantine import Quarantine
-from freescale.errors import UsageError, writing
+from freescale.data import histories, importers
+from freescale.data.event_log import LogColumns, TimeUnit
+from freescale.data.text_log import CsvStyle
+from freescale.data.validation import Quarantine
+from freescale.errors import UsageError, storage_errors
 from freescale.log import warning_once
 
 
@@ -40,7 +39,7 @@ class Options:
     """Column of the item (events)."""
     time: str = "timestamp"
     """Column of the time (events); "none" takes the order of the lines."""
-    time_unit: Unit = "auto"
+    time_unit: TimeUnit = "auto"
     """Unit of a time in numbers (events). auto: by their size. Dates have their own."""
     features: tuple[str, ...] = ()
     """Numeric columns to keep (events)."""
@@ -77,7 +76,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     whole = target.absolute()  # so that `.` has a name
     quarantine = Quarantine(options.on_bad, whole.with_name(f"{whole.name}.quarantine.jsonl"))
     if options.format == "histories":
-        done = plain.write(sources[0], target, features=options.features, quarantine=quarantine)
+        done = importers.copy_histories(sources[0], target, features=options.features, quarantine=quarantine)
     else:
         done = _import(options, sources, target, quarantine)
     if quarantine.rows:
@@ -107,17 +106,17 @@ def _check(options: Options, prog: str) -> None:
         raise UsageError(what, remedy=f"{prog} histories FOLDER NEW_FOLDER")
 
 
-def _import(options: Options, sources: list[Path], target: Path, quarantine: Quarantine) -> histories.Imported:
+def _import(options: Options, sources: list[Path], target: Path, quarantine: Quarantine) -> histories.ImportSummary:
     """Open the logs, and write what they hold."""
     time = None if options.time == "none" else options.time
-    columns = Columns(options.user, options.item, time, options.features)
+    columns = LogColumns(options.user, options.item, time, options.features)
     style = CsvStyle.parse(options.separator, options.quote, options.encoding)
     disk = next(parent for parent in target.absolute().parents if parent.exists())  # which must hold the result anyway
-    with writing(target):
+    with storage_errors(target):
         made = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
     with made as name:
         scratch = Path(name)
-        job = importers.Job(sources, scratch, quarantine, columns, style, options.time_unit)
+        job = importers.LogSpec(sources, scratch, quarantine, columns, style, options.time_unit)
         events, shown = importers.open_log(options.format, job), None
         if options.impressions:
             (scratch / "impressions").mkdir()
@@ -125,5 +124,5 @@ def _import(options: Options, sources: list[Path], target: Path, quarantine: Qua
             job = job._replace(sources=options.impressions, scratch=scratch / "impressions", columns=labelled)
             shown = importers.open_log(options.format, job)
         memory = options.memory_mb << 20
-        log = histories.Log(events, scratch, quarantine, memory, shown, max_history=options.max_history)
-        return histories.write(log, target, vocabulary=options.vocabulary)
+        log = histories.ImportJob(events, scratch, quarantine, memory, shown, max_history=options.max_history)
+        return histories.write_histories(log, target, vocabulary=options.vocabulary)

@@ -25,9 +25,8 @@ from freescale.cli.options import (
     write_page,
 )
 from freescale.config import ModelConfig
-from freescale.data.stats import QUANTILES, Profile, profile
-from freescale.data.store.dataset import Dataset
-from freescale.data.store.quarantine import Quarantine
+from freescale.data.dataset import QUANTILES, Dataset, DatasetStats, compute_stats
+from freescale.data.validation import Quarantine
 from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.progress import track
@@ -71,7 +70,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         lambda: require_at_least(options, ranks=1, batch=1, max_history=1),
     )
     dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
-    found = profile(dataset)
+    found = compute_stats(dataset)
     if not found.rows:
         raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
     costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
@@ -97,7 +96,7 @@ def _say_what_was_seen(dataset: Dataset, unchecked: list[str]) -> None:
         warning_once(f"{which}: flipped bits cannot be seen there")
 
 
-def _figures(options: Options, found: Profile, bubbles: list[Imbalance]) -> dict[str, Any]:
+def _figures(options: Options, found: DatasetStats, bubbles: list[Imbalance]) -> dict[str, Any]:
     quantiles = {f"{q:g}": found.quantile(q) for q in QUANTILES}
     return {
         "path": options.path,
@@ -111,13 +110,13 @@ def _figures(options: Options, found: Profile, bubbles: list[Imbalance]) -> dict
     }
 
 
-def _length_rows(found: Profile) -> list[list[str]]:
+def _length_rows(found: DatasetStats) -> list[list[str]]:
     names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
     rows = [[names.get(q, f"{100 * q:g}%"), f"{found.quantile(q):,}"] for q in QUANTILES]
     return [*rows, ["mean", f"{found.mean_length:,.1f}"], ["deviation / mean", f"{found.variation:.2f}"]]
 
 
-def _popularity_rows(found: Profile) -> list[list[str]]:
+def _popularity_rows(found: DatasetStats) -> list[list[str]]:
     return [[f"top {100 * top:g}% of the items", f"{found.top_share(top):.1%} of the events"] for top in _TOP]
 
 
@@ -129,14 +128,14 @@ def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
 
 
-def _print(options: Options, found: Profile, bubbles: list[Imbalance]) -> None:
+def _print(options: Options, found: DatasetStats, bubbles: list[Imbalance]) -> None:
     say(f"{options.path}: {_counts(found)}")
     print_table("events per history", ["quantile", "events"], _length_rows(found))
     print_table("popularity", ["items", "share"], _popularity_rows(found))
     print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
 
 
-def _counts(found: Profile) -> str:
+def _counts(found: DatasetStats) -> str:
     return f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
 
 
@@ -145,7 +144,7 @@ def _bubble_title(options: Options) -> str:
     return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
 
 
-def _page(options: Options, found: Profile, bubbles: list[Imbalance]) -> str:
+def _page(options: Options, found: DatasetStats, bubbles: list[Imbalance]) -> str:
     longest = found.quantile(1.0)
     edges = np.unique(np.geomspace(max(1, found.quantile(0.0)), longest + 1, 41).round())
     counts, _ = np.histogram(found.lengths.values, bins=edges, weights=found.lengths.counts)

@@ -8,8 +8,8 @@ from typing import Literal
 import tyro
 
 from freescale.cli.options import Flag, parse, require_at_least, say
-from freescale.data.sources import planted, synthetic
-from freescale.data.store.manifest import Manifest
+from freescale.data import synthetic
+from freescale.data.dataset import Manifest
 from freescale.errors import UsageError
 
 
@@ -48,7 +48,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     else:
         size = {"users": options.users, "catalogue": options.items or 100_000, "shorter": options.shorter}
         popularity = options.popularity or "public"
-        made = synthetic.write(options.target, options.preset, popularity=popularity, seed=options.seed, **size)
+        made = synthetic.write_log(options.target, options.preset, popularity=popularity, seed=options.seed, **size)
     say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
     return 0
 
@@ -57,9 +57,9 @@ def _plant(options: Options) -> Manifest:
     items = options.items or 256
     if options.popularity is not None:
         raise UsageError("items of a planted log are all as popular", remedy="leave out --popularity")
-    if items < planted.FEWEST_ITEMS:
-        raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {planted.FEWEST_ITEMS}")
-    made = planted.write(options.target, users=options.users, catalogue=items, seed=options.seed)
-    best = {label: planted.optimum(options.target, label) for label in planted.CHANCES}
+    if items < synthetic.FEWEST_ITEMS:
+        raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {synthetic.FEWEST_ITEMS}")
+    made = synthetic.write_planted_log(options.target, users=options.users, catalogue=items, seed=options.seed)
+    best = {label: synthetic.planted_optimum(options.target, label) for label in synthetic.CHANCES}
     say(*(f"{label}: normalised entropy is {value:.4f} at best" for label, value in best.items()))
     return made

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from freescale.errors import INTERRUPTED, FreeScaleError, StorageError, UsageError, is_of_files, nearest
+from freescale.errors import INTERRUPTED, FreeScaleError, StorageError, UsageError, is_file_error, suggest
 from freescale.launch import is_rank
 from freescale.log import ConsoleHandler, handled_by, logger
 from freescale.progress import session
@@ -72,9 +72,9 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # the last resort: who writes knows better what to say (see `errors.writing`)
-        if not is_of_files(error):
+        if not is_file_error(error):
             raise
-        refused = StorageError.of(error)
+        refused = StorageError.from_os_error(error)
         logger.error("%s", refused)
         return refused.exit_code
 
@@ -117,7 +117,7 @@ def _dispatch(words: list[str]) -> int:
         sys.stdout.write(_help(group))
         return 0
     asked = " ".join(words[:2] if group else words[:1])
-    raise UsageError(f"no command is called '{asked}'", remedy=nearest(asked, group or COMMANDS))
+    raise UsageError(f"no command is called '{asked}'", remedy=suggest(asked, group or COMMANDS))
 
 
 def _help(commands: dict[str, Command] | None = None) -> str:

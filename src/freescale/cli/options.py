@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from freescale import config
-from freescale.errors import FreeScaleError, UsageError, writing
+from freescale.errors import FreeScaleError, UsageError, storage_errors
 from freescale.log import logger
 from freescale.progress import set_quiet
 
@@ -92,7 +92,7 @@ def require_gpu(device: str) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page, and the folder that it is in."""
-    with writing(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 

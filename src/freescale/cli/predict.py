@@ -34,7 +34,7 @@ class Options(RunOptions):
 def run(argv: Sequence[str], prog: str) -> int:
     """Write the predictions and say how many users they are for."""
     options = parse(Options, argv, prog)
-    check_all(lambda: configs.of_run(options.run), lambda: require_at_least(options, k=1))
+    check_all(lambda: configs.load_run(options.run), lambda: require_at_least(options, k=1))
 
     def work(saved: "Saved") -> None:
         from freescale.train.predict import predict

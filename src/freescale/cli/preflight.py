@@ -8,8 +8,8 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint.listing import complete, require_complete, require_start
 from freescale.checkpoint.lock import is_restart
-from freescale.data.store.dataset import Dataset
-from freescale.data.store.quarantine import Quarantine
+from freescale.data.dataset import Dataset
+from freescale.data.validation import Quarantine
 from freescale.errors import InstallError
 from freescale.launch import is_forked
 
@@ -32,7 +32,7 @@ def use(run: Path, path: str | None) -> None:
     """Check what a command on a trained model needs. `path`: of another data set than the run's."""
     if is_forked():
         return
-    config = configs.of_run(run)
+    config = configs.load_run(run)
     require_complete(run)
     data(replace(config, data=replace(config.data, path=path or config.data.path, test_path="")))
 

@@ -11,7 +11,7 @@ import tyro
 from freescale.checkpoint.lock import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import Flag
-from freescale.errors import writing
+from freescale.errors import storage_errors
 from freescale.launch import launched_instead
 from freescale.progress import progress
 
@@ -53,7 +53,7 @@ def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Pa
         world = init_world(timeout=config.train.timeout)
     with progress(f"loading {options.run}"):
         saved = open_run(options.run, config, world)
-    with writing(out) if out is not None else nullcontext():
+    with storage_errors(out) if out is not None else nullcontext():
         work(saved)
     destroy_world()
     return 0

@@ -20,8 +20,7 @@ from freescale.cli.options import (
     say,
     write_page,
 )
-from freescale.data.stats import profile
-from freescale.data.store.dataset import Dataset
+from freescale.data.dataset import Dataset, compute_stats
 from freescale.errors import UsageError
 from freescale.progress import track
 from freescale.simulate import calibrate, cluster
@@ -97,7 +96,7 @@ def run(argv: Sequence[str], prog: str) -> int:
 def _question(options: Options) -> tuple[Question, list[str]]:
     """What is asked, and what the answer rests on."""
     config, batch = _config(options)
-    found = profile(Dataset(config.data.path))
+    found = compute_stats(Dataset(config.data.path))
     model, where = Model.of(config, found), cluster.load(options.cluster)
     machine, compute = _machine(options.run, model, where)
     lengths = np.minimum(found.lengths.values, config.data.max_history)
@@ -118,7 +117,7 @@ def _asked(options: Options) -> tuple[configs.RunConfig, int]:
     if options.run is None:
         config = configs.resolve(options.model)
         return replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
-    config = configs.of_run(options.run)
+    config = configs.load_run(options.run)
     return config, max(1, config.data.global_batch // records.read_machine(options.run).world_size)
 
 

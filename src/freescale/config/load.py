@@ -1,21 +1,19 @@
-"""A config from a recipe, a TOML file and the command line, and back to TOML.
+"""Load."""
 
-An unknown or mistyped key is an error that names the file, the line and the nearest real key: a config that is
-silently half-read is worse than none.
-"""
-
+import ast
 import dataclasses
+import inspect
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from freescale.config.document import comments
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import RunConfig
-from freescale.errors import ConfigError, UsageError, nearest, reason
+from freescale.errors import ConfigError, UsageError, reason, suggest
 
 T = TypeVar("T")
 
@@ -25,7 +23,7 @@ def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescal
     run = RECIPES.get(source)
     if run is None:
         if not source.endswith(".toml"):
-            remedy = f"{nearest(source, RECIPES)}; or give the path of a .toml file"
+            remedy = f"{suggest(source, RECIPES)}; or give the path of a .toml file"
             raise ConfigError(f"no recipe is called '{source}'", remedy=remedy)
         run = load(source)
     return override(run, overrides, prog=prog)
@@ -54,7 +52,7 @@ def load(path: str | Path) -> RunConfig:
     return parse(text, where=str(path))
 
 
-def of_run(run: Path) -> RunConfig:
+def load_run(run: Path) -> RunConfig:
     """The config of a training, from its folder."""
     if not (run / "config.toml").exists():
         raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
@@ -64,7 +62,7 @@ def of_run(run: Path) -> RunConfig:
 def parse(text: str, *, where: str = "<text>") -> RunConfig:
     """Read TOML text. `where` is the name that errors give it."""
     try:
-        return _Reader(text, where).read(RunConfig, tomllib.loads(text), ())
+        return _TomlReader(text, where).read(RunConfig, tomllib.loads(text), ())
     except (ValueError, OverflowError, RecursionError) as error:  # also of numbers with thousands of digits
         raise ConfigError(f"not valid TOML: {reason(error)}", where=where, remedy="mend the syntax there") from error
 
@@ -85,27 +83,27 @@ def to_toml(run: RunConfig, *, explain: bool = False) -> str:
 
 def _sections(node: Any, path: tuple[str, ...], *, explain: bool) -> list[str]:
     fields = [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
-    said = comments(node) if explain else {}
+    said = field_comments(node) if explain else {}
     lines = ["", *said.get("", []), f"[{'.'.join(path)}]"] if path else [*said.get("", []), *([""] if explain else [])]
     for name, value in fields:
         if not dataclasses.is_dataclass(value):
-            lines += [*said.get(name, []), f"{name} = {literal(value)}"]
+            lines += [*said.get(name, []), f"{name} = {toml_value(value)}"]
     for name, value in fields:
         if dataclasses.is_dataclass(value):
             lines += _sections(value, (*path, name), explain=explain)
     return lines
 
 
-def literal(value: object) -> str:
+def toml_value(value: object) -> str:
     """A value as TOML writes it."""
     if isinstance(value, (bool, str)):  # as in JSON, but for one character that TOML's strings may not hold
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(literal(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)
 
 
-class _Reader:
+class _TomlReader:
     """Turns a TOML tree into dataclasses and knows where each key stands in the text."""
 
     def __init__(self, text: str, where: str) -> None:
@@ -116,7 +114,7 @@ class _Reader:
         hints = get_type_hints(schema)
         for key in tree:
             if key not in hints:
-                raise self._error(f"unknown key '{'.'.join((*path, key))}'", (*path, key), nearest(key, hints))
+                raise self._error(f"unknown key '{'.'.join((*path, key))}'", (*path, key), suggest(key, hints))
         values = {key: self._value(hints[key], value, (*path, key)) for key, value in tree.items()}
         try:
             return schema(**values)
@@ -133,7 +131,7 @@ class _Reader:
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 what = f"{'.'.join(path)} = {value!r} is not one of its values"
-                raise self._error(what, path, nearest(str(value), get_args(kind)))
+                raise self._error(what, path, suggest(str(value), get_args(kind)))
             return value
         if get_origin(kind) is tuple:
             if not isinstance(value, list):
@@ -172,3 +170,52 @@ class _Reader:
 
 def _keys(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+_COMMENT_COLUMNS = 100
+
+
+def field_docs(schema: type) -> dict[str, str]:
+    """The docstring of every field of a dataclass, by name, and the values that it can have, if they are few."""
+    (tree,) = ast.parse(inspect.getsource(schema)).body
+    assert isinstance(tree, ast.ClassDef)
+    hints, found = get_type_hints(schema), {}
+    for line, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            said = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+            text = " ".join(str(said).split())
+            found[line.target.id] = text + _choices(hints[line.target.id], text)
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """A type of the schema as TOML calls it."""
+    if get_origin(kind) is tuple:
+        return f"list of {type_name(get_args(kind)[0])}s"
+    if get_origin(kind) is Literal:
+        return "string"
+    return {int: "integer", float: "float", str: "string", bool: "boolean"}[kind]
+
+
+def field_comments(node: Any) -> dict[str, list[str]]:
+    """Lines of comment above each field of a part of a config, and under "" those above the part itself."""
+    said = {"": inspect.cleandoc(type(node).__doc__ or ""), **field_docs(type(node))}
+    return {name: [f"# {line}" for line in textwrap.wrap(text, _COMMENT_COLUMNS - 2)] for name, text in said.items()}
+
+
+def sections(schema: type, path: tuple[str, ...] = ()) -> list[tuple[str, type]]:
+    """Every part of a config with the name of its table, in order; that of the config itself is empty."""
+    found = [(".".join(path), schema)]
+    for field in dataclasses.fields(schema):
+        kind = get_type_hints(schema)[field.name]
+        if dataclasses.is_dataclass(kind):
+            found += sections(kind, (*path, field.name))  # type: ignore[arg-type]
+    return found
+
+
+def _choices(kind: Any, said: str) -> str:
+    """The values of a field that has few, unless the text goes through them already."""
+    values = get_args(kind) if get_origin(kind) is Literal else ()
+    if all(f"{value}:" in said for value in values):
+        return ""
+    return " One of: {}.".format(", ".join(f'"{value}"' for value in values))

@@ -1,25 +1,17 @@
-"""The batches of one rank, in order, read ahead by threads.
+"""Loader."""
 
-Threads and not processes: decoding is Arrow's C++ work, which runs without the interpreter lock, nothing has to be
-pickled, and nothing can be left behind. What a batch holds is the cursor's business; this file only makes it be there
-in time.
-"""
-
+import queue
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, TypeVar
 
 from freescale.config import DataConfig
-from freescale.data.ahead import run_ahead
-from freescale.data.batch import Batch, assemble
-from freescale.data.identity import DataIdentity
-from freescale.data.order.cursor import Cursor, Order, Share
-from freescale.data.split import Split
-from freescale.data.store.columns import Group
-from freescale.data.store.dataset import Dataset
-from freescale.data.store.quarantine import Quarantine
-from freescale.data.vocabulary import KnownItems
-from freescale.data.window import Window, prepare
+from freescale.data.batch import Batch, Split, Window, build_batch, pack_window
+from freescale.data.dataset import Dataset
+from freescale.data.order import Cursor, EpochOrder, WindowShare
+from freescale.data.validation import Quarantine, RowGroup
+from freescale.data.vocabulary import DataIdentity, ItemVocabulary
 from freescale.errors import ConfigError
 from freescale.log import warning_once
 
@@ -48,8 +40,8 @@ class Loader:
         quarantine = Quarantine(config.on_bad, quarantine_file)
         self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
         known = self.dataset.manifest.items if self.dataset.manifest else 0
-        self.known = KnownItems(known, config.oov_rows)
-        self.identity = DataIdentity.of(self.dataset)
+        self.vocabulary = ItemVocabulary(known, config.oov_rows)
+        self.identity = DataIdentity.from_dataset(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
         self.unknown_items = 0
         self._config, self._rank, self._world_size = config, rank, world_size
@@ -65,7 +57,7 @@ class Loader:
             yield from self._batches(self._windows(None))
             return
         with ThreadPoolExecutor(self._config.workers, thread_name_prefix="freescale-read") as pool:
-            windows = run_ahead(self._windows(pool), self._config.prefetch)
+            windows = prefetch(self._windows(pool), self._config.prefetch)
             try:
                 yield from self._batches(windows)
             finally:
@@ -83,7 +75,7 @@ class Loader:
         """Say what was set aside or mapped to shared rows so far."""
         lines = [self.dataset.quarantine.summary()]
         if self.unknown_items:
-            shared = f"mapped to {self.known.oov_rows} shared rows"
+            shared = f"mapped to {self.vocabulary.oov_rows} shared rows"
             lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, {shared}")
         return [line for line in lines if line]
 
@@ -104,8 +96,8 @@ class Loader:
             while upto < end:
                 upto, window = next(windows)
                 held.append(window)
-            pieces = [piece for window in held if len((piece := window.between(begin, end)).position)]
-            batch = assemble(pieces or [held[-1].between(end, end)], epoch=epoch, step=step)
+            pieces = [piece for window in held if len((piece := window.slice(begin, end)).position)]
+            batch = build_batch(pieces or [held[-1].slice(end, end)], epoch=epoch, step=step)
             held = held[-1:]
             self.cursor.advance()
             yield batch
@@ -113,17 +105,24 @@ class Loader:
     def _windows(self, pool: ThreadPoolExecutor | None) -> Iterator[tuple[int, Window]]:
         """Read the rest of the epoch: each window with the position at which it ends."""
         config, cursor = self._config, self.cursor
-        order = Order(self.dataset.layout, config.order, config.shards, cursor.seed, cursor.epoch)
+        order = EpochOrder(self.dataset.layout, config.order, config.shards, cursor.seed, cursor.epoch)
         windows = order.windows_in(cursor.span(cursor.step)[0], cursor.samples)
         shares = (order.share(window, rank=self._rank, world_size=self._world_size) for window in windows)
         for window, (share, groups) in zip(windows, self._read(shares, pool), strict=True):
-            prepared, unknown = prepare(
-                share, groups, self.dataset.columns, split=self._split, max_history=config.max_history, known=self.known
+            prepared, unknown = pack_window(
+                share,
+                groups,
+                self.dataset.columns,
+                split=self._split,
+                max_history=config.max_history,
+                vocabulary=self.vocabulary,
             )
             self.unknown_items += unknown
-            yield order.start_of(window + 1), prepared
+            yield order.window_start(window + 1), prepared
 
-    def _read(self, shares: Iterator[Share], pool: ThreadPoolExecutor | None) -> Iterator[tuple[Share, list[Group]]]:
+    def _read(
+        self, shares: Iterator[WindowShare], pool: ThreadPoolExecutor | None
+    ) -> Iterator[tuple[WindowShare, list[RowGroup]]]:
         """Read the row groups of each share; with a pool, those of the next share while this one is worked on."""
         read = map if pool is None else pool.map
         begun = ((share, read(self.dataset.read_group, share.groups.tolist())) for share in shares)
@@ -131,3 +130,51 @@ class Loader:
         while following is not None:
             (share, groups), following = following, next(begun, None)
             yield share, list(groups)
+
+
+T = TypeVar("T")
+_END = object()
+
+
+def prefetch(items: Iterator[T], depth: int, *, drain: bool = False) -> Iterator[T]:
+    """Yield the items of an iterator that a thread advances, at most `depth` items ahead of the consumer.
+
+    An item being made counts as ahead, so memory holds `depth` of them and the one in use. An error is raised where
+    the item would have come. When the consumer stops early, the thread ends with it; with `drain` only after the
+    items that it may be ahead, which is the same number wherever as many were consumed.
+    """
+    ready: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def produce() -> None:
+        try:
+            while orders.get() and not stop.is_set():
+                item = next(items, _END)
+                ready.put((item, None))
+                if item is _END:
+                    return
+        except BaseException as error:  # whatever it is, it belongs to the consumer
+            ready.put((_END, error))
+
+    thread = threading.Thread(target=produce, name="freescale-ahead", daemon=True)
+    thread.start()
+    for _ in range(depth):
+        orders.put(True)
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            orders.put(True)
+            yield item  # type: ignore[misc]
+    finally:
+        if not drain:
+            stop.set()
+        orders.put(False)
+        thread.join()
+        while drain and not ready.empty():
+            if (error := ready.get()[1]) is not None:
+                warning_once(f"while ending, what nobody waits for any more failed: {error}")

@@ -1,19 +1,20 @@
-"""Which items have a table row of their own, and where the others go.
-
-On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of item i and how often it was seen. In a
-batch, ids outside it are folded into a few rows behind it by a hash, so that a new item trains something stable.
-"""
+"""Vocabulary."""
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.data.order.permute import mix
+from freescale.data.dataset import Dataset, manifest_checksum
+from freescale.data.order import splitmix64
+from freescale.errors import DataError
+from freescale.log import warning_once
 
-FILE = "vocabulary.parquet"
+VOCABULARY_FILE = "vocabulary.parquet"
 
 
 def fingerprint(keys: pa.Array) -> str:
@@ -31,7 +32,7 @@ def numbered_fingerprint(items: int) -> str:
     return hashlib.sha256(b"numbers %d" % items).hexdigest()
 
 
-class KnownItems(NamedTuple):
+class ItemVocabulary(NamedTuple):
     """Item ids below `items` are known; `items` = 0 means that nobody counted, and every id is taken as it is."""
 
     items: int
@@ -42,11 +43,60 @@ class KnownItems(NamedTuple):
         """Table rows that a model needs."""
         return self.items + self.oov_rows
 
-    def fold(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    def map_unknown(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
         """Map unknown ids to the shared rows, and count them. Known ids are not copied."""
         unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
         count = int(np.count_nonzero(unknown))
         if not count:
             return ids, 0
-        shared = self.items + (mix(ids) % np.uint64(self.oov_rows)).astype(np.int64)
+        shared = self.items + (splitmix64(ids) % np.uint64(self.oov_rows)).astype(np.int64)
         return np.where(unknown, shared, ids), count
+
+
+_REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """The fingerprint of a data set, as far as a trained model depends on it."""
+
+    vocabulary: str
+    """Digest of the item keys in the order of their numbers; empty where the data set does not record it."""
+    items: int
+    columns: dict[str, str]
+    """Type of each column that is read."""
+    contents: str
+    """Checksum of the whole data set: another log over the same items is another one."""
+
+    @staticmethod
+    def from_dataset(dataset: Dataset) -> "DataIdentity":
+        """The identity of an open data set."""
+        columns = {name: _type_name(*kind) for name, kind in dataset.columns.items()}
+        if dataset.manifest is None:
+            return DataIdentity("", 0, columns, "")
+        return DataIdentity(
+            dataset.manifest.vocabulary, dataset.manifest.items, columns, manifest_checksum(dataset.manifest)
+        )
+
+    def require_same(self, recorded: "DataIdentity", *, where: str) -> None:
+        """Refuse this data set for a model that was trained on another vocabulary or on other column types."""
+        if self.vocabulary != recorded.vocabulary:
+            same = "other items" if self.items == recorded.items else f"{self.items:,} items"
+            what = f"the data set has {same}, but the model was trained on a vocabulary of {recorded.items:,}"
+            raise DataError(what, where=where, remedy=_REIMPORT)
+        for name in sorted(self.columns.keys() & recorded.columns.keys()):
+            if self.columns[name] != recorded.columns[name]:
+                what = f"column '{name}' is {self.columns[name]}; the model was trained on {recorded.columns[name]}"
+                raise DataError(what, where=where, remedy="convert the column, or import the log again")
+
+
+def check_recorded_identity(recorded: Mapping[str, Any] | None, found: DataIdentity, *, where: str) -> None:
+    """Compare a data set with what a checkpoint recorded; checkpoints of earlier versions recorded nothing."""
+    if recorded is None:
+        warning_once(f"the checkpoint records no vocabulary: whether {where} has the same items is not checked")
+        return
+    found.require_same(DataIdentity(**recorded), where=where)
+
+
+def _type_name(listed: bool, dtype: object) -> str:
+    return f"list<{dtype}>" if listed else str(dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.data.order.permute import key_of, mix
+from freescale.data.order import derive_key, splitmix64
 
 _CHUNK = 1 << 20
 
@@ -36,12 +36,12 @@ class Table(NamedTuple):
 
     def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:
         """Give rows [first, first + len(local)) what they begin as: a hash of (seed, table, row), whoever owns them."""
-        key = key_of(seed, zlib.crc32(self.name.encode()))
+        key = derive_key(seed, zlib.crc32(self.name.encode()))
         flat = local.view(-1)
         for begin in range(0, len(flat), _CHUNK):
             end = min(begin + _CHUNK, len(flat))
             number = np.arange(first * self.dim + begin, first * self.dim + end, dtype=np.uint64)
-            unit = (mix(number ^ key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            unit = (splitmix64(number ^ key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
             flat[begin:end] = torch.from_numpy((2.0 * unit - 1.0) * deviation * 3.0**0.5)
 
 

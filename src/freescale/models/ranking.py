@@ -59,7 +59,7 @@ class Ranking(nn.Module):
         return RankingInputs(
             ids={"item": ids},
             layout=replace(layout, times=Times(event, event)),
-            keys=Keys.of(layout, batch.sample_id, seed=self._seed, step=batch.number),
+            keys=Keys.of(layout, batch.sample_id, seed=self._seed, step=batch.step_key),
             candidates=is_candidate.nonzero()[:, 0],
             labels=torch.stack([batch.candidates[name] for name in self.labels], dim=1),
         )

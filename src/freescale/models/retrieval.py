@@ -46,7 +46,7 @@ class Retrieval(nn.Module):
     def prepare(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for training."""
         inputs = self.prepare_query(batch)
-        keys = Keys.of(inputs.layout, batch.sample_id, seed=self._seed, step=batch.number)
+        keys = Keys.of(inputs.layout, batch.sample_id, seed=self._seed, step=batch.step_key)
         negatives = keys.integers(self._task.negatives, self._items, salt=_NEGATIVES)
         return replace(inputs, ids={"item": torch.cat([inputs.ids["item"], negatives.flatten()])}, keys=keys)
 

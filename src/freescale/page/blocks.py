@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from freescale.page import svg
-from freescale.page.axes import number, ticks
-from freescale.page.document import escape
+from freescale.page import markup
+from freescale.page.charts import format_number, ticks
+from freescale.page.markup import escape
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 92, 20, 6, 44
 _HEIGHT, _TEXT, _CHARACTER = 420, 14, 6.5
@@ -17,16 +17,16 @@ _PALE, _DEEP = (247, 247, 247), (178, 24, 43)
 _SHADES = 24
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A coloured stretch of a row."""
 
     begin: float
     end: float
     colour: str
-    says: str
+    tooltip: str
 
 
-class Bar(NamedTuple):
+class StackedBar(NamedTuple):
     """A row of values that add up, by what they are."""
 
     name: str
@@ -34,10 +34,10 @@ class Bar(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A row of pieces."""
+    """A row of segments."""
 
     name: str
-    pieces: Sequence[Piece]
+    segments: Sequence[Segment]
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -46,24 +46,26 @@ def legend(colours: Mapping[str, str]) -> str:
     return f'<p class="legend">{"".join(parts)}</p>'
 
 
-def stacked_bars(bars: Sequence[Bar], colours: Mapping[str, str], *, rows: str, axis: str) -> str:
+def stacked_bars(bars: Sequence[StackedBar], colours: Mapping[str, str], *, rows: str, axis: str) -> str:
     """A row per bar, its values one after another."""
     lanes = []
     for bar in bars:
-        begin, pieces = 0.0, []
+        begin, segments = 0.0, []
         for name, colour in colours.items():
             value = bar.values.get(name, 0.0)
-            pieces.append(Piece(begin, begin + value, colour, f"{bar.name}: {name} {value:.2f}"))
+            segments.append(Segment(begin, begin + value, colour, f"{bar.name}: {name} {value:.2f}"))
             begin += value
-        lanes.append(Lane(bar.name, pieces))
+        lanes.append(Lane(bar.name, segments))
     return timeline(lanes, rows=rows, axis=axis)
 
 
 def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
-    """A row per lane, its pieces where they are in time."""
-    frame = _Rows([lane.name for lane in lanes], max((p.end for lane in lanes for p in lane.pieces), default=1.0))
-    pieces = [(row, piece) for row, lane in enumerate(lanes) for piece in lane.pieces if piece.end > piece.begin]
-    marks = [frame.block(row, piece.begin, piece.end, piece.colour, piece.says) for row, piece in pieces]
+    """A row per lane, its segments where they are in time."""
+    frame = _Rows([lane.name for lane in lanes], max((p.end for lane in lanes for p in lane.segments), default=1.0))
+    segments = [
+        (row, segment) for row, lane in enumerate(lanes) for segment in lane.segments if segment.end > segment.begin
+    ]
+    marks = [frame.block(row, segment.begin, segment.end, segment.colour, segment.tooltip) for row, segment in segments]
     scale = [frame.tick(at) for at in ticks(0.0, frame.most, log=False)]
     return frame.draw([*scale, *marks], rows=rows, axis=axis)
 
@@ -84,10 +86,10 @@ def heat_map(
         for end in range(1, len(shades) + 1):
             if end == len(shades) or shades[end] != shades[begin]:
                 which = columns[begin] if end - begin == 1 else f"{columns[begin]} to {columns[end - 1]}"
-                says = f"{rows} {names[row]}, {which}: {of_row[begin]:.2f} {unit}"
+                tooltip = f"{rows} {names[row]}, {which}: {of_row[begin]:.2f} {unit}"
                 shade = shades[begin]
                 if shade is not None:
-                    marks.append(frame.block(row, begin, end, _shade(shade / _SHADES), says))
+                    marks.append(frame.block(row, begin, end, _shade(shade / _SHADES), tooltip))
                 begin = end
     every = max(1, -(-len(columns) // 10))
     marks += [frame.column(place + 0.5, columns[place]) for place in range(0, len(columns), every)]
@@ -104,24 +106,24 @@ class _Rows:
         self._floor = _TOP + self._height * len(names)
         self._left = max(_LEFT, 40 + _CHARACTER * max(map(len, names), default=0))
 
-    def block(self, row: int, begin: float, end: float, colour: str, says: str) -> str:
+    def block(self, row: int, begin: float, end: float, colour: str, tooltip: str) -> str:
         left, height = self._px(begin), self._height - (2.0 if self._height > 8 else 0.0)
-        return svg.block(left, _TOP + row * self._height, self._px(end) - left, height, colour, says)
+        return markup.block(left, _TOP + row * self._height, self._px(end) - left, height, colour, tooltip)
 
     def tick(self, at: float) -> str:
         px = self._px(at)
-        return svg.line(px, _TOP, px, self._floor) + self.column(at, number(at))
+        return markup.line(px, _TOP, px, self._floor) + self.column(at, format_number(at))
 
     def column(self, at: float, name: str) -> str:
-        return svg.text(self._px(at), self._floor + 16, name)
+        return markup.text(self._px(at), self._floor + 16, name)
 
     def draw(self, marks: Sequence[str], *, rows: str, axis: str) -> str:
         every = max(1, -(-_TEXT // int(self._height)))
         places = [(_TOP + (row + 0.5) * self._height + 4, name) for row, name in enumerate(self._names)]
-        named = [svg.text(self._left - 8, top, name, anchor="end") for top, name in places[::every]]
+        named = [markup.text(self._left - 8, top, name, anchor="end") for top, name in places[::every]]
         middle, bottom = (self._left + _WIDTH - _RIGHT) / 2, self._floor + _BOTTOM
-        titles = [svg.upright(max(_TOP + self._floor, 60) / 2, rows), svg.text(middle, bottom - 6, axis)]
-        return svg.drawing(_WIDTH, bottom, [*marks, *named, *titles])
+        titles = [markup.vertical_text(max(_TOP + self._floor, 60) / 2, rows), markup.text(middle, bottom - 6, axis)]
+        return markup.drawing(_WIDTH, bottom, [*marks, *named, *titles])
 
     def _px(self, value: float) -> float:
         return self._left + (_WIDTH - self._left - _RIGHT) * value / self.most

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from freescale.errors import ConfigError, nearest, reason
+from freescale.errors import ConfigError, reason, suggest
 
 FIGURES = {
     "ranks_per_host": "ranks of one host",
@@ -99,7 +99,7 @@ def load(source: str) -> Cluster:
     elif source.endswith(".toml") and Path(source).is_file():
         file = Path(source)
     else:
-        remedy = f"{nearest(source, names())}; or give the path of a .toml file"
+        remedy = f"{suggest(source, names())}; or give the path of a .toml file"
         raise ConfigError(f"no cluster is called '{source}'", remedy=remedy)
     try:
         return _parsed(tomllib.loads(file.read_text(encoding="utf-8")), source)
@@ -112,7 +112,7 @@ def _parsed(facts: dict[str, Any], where: str) -> Cluster:
     given = figures if isinstance(figures := facts.get("figures"), dict) else {}
     wrong = [name for name in given if name not in FIGURES] or [name for name in FIGURES if name not in given]
     if wrong or not all(isinstance(facts.get(key), str) for key in ("name", "device")):
-        remedy = nearest(wrong[0], FIGURES) if wrong and wrong[0] in given else "give name, device and every figure"
+        remedy = suggest(wrong[0], FIGURES) if wrong and wrong[0] in given else "give name, device and every figure"
         what = f"a figure is unknown or missing: {', '.join(wrong) or 'name, device'}"
         raise ConfigError(what, where=where, remedy=remedy)
     return Cluster(facts["name"], facts["device"], {name: _figure(name, one, where) for name, one in given.items()})

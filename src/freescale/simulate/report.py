@@ -72,7 +72,7 @@ def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
     colours, sections = colours_of(line for one in outcomes for line in one.summary.lines), []
     for size in sorted({one.world_size for one in outcomes}):
         some = [one for one in outcomes if one.world_size == size]
-        bars = [page.Bar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]
+        bars = [page.StackedBar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]
         drawn = page.stacked_bars(bars, colours, rows="with", axis="ms per step, mean of all ranks")
         sections.append(page.section(f"A step on {size:,} ranks", "By cause.", page.legend(colours), drawn))
     return sections

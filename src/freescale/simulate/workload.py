@@ -16,7 +16,7 @@ from freescale.balance.estimate import places
 from freescale.balance.place.placement import Floats, Ints
 from freescale.balance.plan import Planner
 from freescale.config import BalanceConfig, RunConfig
-from freescale.data.stats import Profile
+from freescale.data.dataset import DatasetStats
 from freescale.overlap.buckets import bucket_bytes
 from freescale.simulate.popularity import Popularity, Rows
 
@@ -45,7 +45,7 @@ class Model:
     sharded: bool = True
 
     @staticmethod
-    def of(config: RunConfig, profile: Profile) -> "Model":
+    def of(config: RunConfig, profile: DatasetStats) -> "Model":
         """From the config of a run and what its data is like."""
         counted, drawn = Cost.of_model(config.model), config.task.negatives if config.task.kind == "retrieval" else 0
         cost = Cost(*config.balance.cost) if config.balance.cost else counted

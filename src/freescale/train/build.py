@@ -86,7 +86,7 @@ def build(
     )
     _require_columns(config, loader)
     ways = _ways(config, world, loader)
-    assembly = assemble(config, world, model or model_of(config, items=loader.known.rows), ways.urgent)
+    assembly = assemble(config, world, model or model_of(config, items=loader.vocabulary.rows), ways.urgent)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _STEPS_PER_INTERVAL)
@@ -169,7 +169,7 @@ def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) ->
 
 def _require_columns(config: RunConfig, loader: Loader) -> None:
     """Refuse data that the task cannot use, before anything is built."""
-    if not loader.known.items:
+    if not loader.vocabulary.items:
         what = "nobody counted the items of this data set, so the size of the table is unknown"
         remedy = f"count them: freescale data import histories {config.data.path} NEW_FOLDER"
         raise DataError(what, where=config.data.path, remedy=remedy)

@@ -151,7 +151,7 @@ def _evaluations(run: Run, over: _Steps) -> Iterator[str]:
 
 
 def _compared(runs: Sequence[Run]) -> Iterator[str]:
-    colours = list(page.colours_of([str(place) for place in range(len(runs))]).values())
+    colours = list(page.assign_colours([str(place) for place in range(len(runs))]).values())
     over = _steps(runs, colours)
     metrics = list(dict.fromkeys(name for run in runs for name in _metrics(run)))
     for chart in _CHARTS:
@@ -170,7 +170,7 @@ def _drawn(chart: _Chart, series: Sequence[page.Series], over: "_Steps") -> Iter
     shown = [one for one in series if one.x]
     if not shown:
         return
-    colours = page.colours_of([one.name for one in series])
+    colours = page.assign_colours([one.name for one in series])
     seen = {one.name: colours[one.name] for one in shown}
     values = [value for one in shown for value in one.y]
     finite = [value for value in values if math.isfinite(value)]

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
-from freescale.data.identity import DataIdentity
+from freescale.data.dataset import Dataset
 from freescale.data.loader import Loader
-from freescale.data.store.dataset import Dataset
+from freescale.data.vocabulary import DataIdentity
 from freescale.embedding.sharded import ShardedTables
-from freescale.errors import ConfigError, DataError, nearest
+from freescale.errors import ConfigError, DataError, suggest
 from freescale.log import warning_once
 from freescale.progress import track
 from freescale.train.network import Network
@@ -32,7 +32,7 @@ def evaluation_of(config: RunConfig, world: World, network: Network, tables: Sha
         loader = _loader(config, world)
         if config.task.kind == "retrieval":
             seen = config.task.seen == "exclude"
-            corpus = Corpus(network, tables, loader.known.items, world.device, exclude_seen=seen)
+            corpus = Corpus(network, tables, loader.vocabulary.items, world.device, exclude_seen=seen)
             metrics = _retrieval(loader, corpus, config, world)
         else:
             metrics = _ranking(loader, world, network, tables)
@@ -76,7 +76,7 @@ def _require_fitting(config: RunConfig, world: World) -> None:
     """Refuse test data that the model cannot be asked about, before anything is trained."""
     loader = _loader(config, world)
     trained = Dataset(config.data.path, features=config.data.features)
-    loader.identity.require(DataIdentity.of(trained), where=f"data.test_path = {config.data.test_path}")
+    loader.identity.require_same(DataIdentity.from_dataset(trained), where=f"data.test_path = {config.data.test_path}")
     require_labels(config, loader, "data.test_path")
 
 
@@ -115,4 +115,4 @@ def require_labels(config: RunConfig, loader: Loader, where: str) -> None:
     for label in config.task.labels:
         if label not in columns:
             what = f"task.labels names '{label}', which {where} does not have"
-            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=nearest(label, columns))
+            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=suggest(label, columns))

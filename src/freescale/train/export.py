@@ -5,7 +5,7 @@ from pathlib import Path
 
 from freescale import config as configs
 from freescale.checkpoint import export
-from freescale.data.vocabulary import FILE as VOCABULARY
+from freescale.data.vocabulary import VOCABULARY_FILE as VOCABULARY
 from freescale.errors import UsageError
 from freescale.train.saved import Saved
 

@@ -25,7 +25,7 @@ from typing import Any
 from freescale.bubbles.records import replace_lines
 from freescale.errors import DataError, reason
 from freescale.log import warning_once
-from freescale.progress import Bar, on_terminal, progress
+from freescale.progress import ProgressBar, on_terminal, progress
 
 FILE = "metrics.jsonl"
 _STAY = ("start", "recovery", "rewind")
@@ -81,7 +81,7 @@ class Journal:
         self._talks = is_rank_zero and not quiet
         self._board = _tensorboard(folder) if is_rank_zero and tensorboard else None
         self._last, self._shown = "", contextlib.ExitStack()
-        self._bar: Bar | None = None
+        self._bar: ProgressBar | None = None
         if self._talks and on_terminal():
             self._bar = self._shown.enter_context(progress("training", total=steps, unit="steps", at_once=True))
 

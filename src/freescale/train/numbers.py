@@ -123,7 +123,7 @@ def culprits(network: Network, batch: Batch, moved: Mapping[str, Tensor] | None)
 
     `moved`: the rows of the batch, if they travelled here.
     """
-    parts = [network.model.prepare(part) for part in batch.parts(max(1, len(batch)))]
+    parts = [network.model.prepare(part) for part in batch.split(max(1, len(batch)))]
     leaves = [values.detach().requires_grad_() for values in (moved or {}).values()]
     rows = None if moved is None else dict(zip(moved, leaves, strict=True))
     weights = [weight for weight in network.parameters() if weight.requires_grad]

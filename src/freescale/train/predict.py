@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from freescale.data.histories import USERS_FILE
 from freescale.data.loader import Loader
-from freescale.data.sources.histories import USERS_FILE
-from freescale.data.vocabulary import FILE as VOCABULARY
+from freescale.data.vocabulary import VOCABULARY_FILE as VOCABULARY
 from freescale.errors import UsageError
 from freescale.progress import track
 from freescale.train.retrieve import SAMPLES

@@ -6,8 +6,8 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint import state, store
 from freescale.checkpoint.listing import require_complete
-from freescale.data.identity import require_recorded
 from freescale.data.loader import Loader
+from freescale.data.vocabulary import check_recorded_identity
 from freescale.errors import UsageError
 from freescale.train.build import Assembly, assemble, model_of
 from freescale.train.retrieve import Corpus
@@ -36,7 +36,7 @@ class Saved:
 
 def config_of(run: Path, data: str | None = None) -> configs.RunConfig:
     """The config of a run, with another data set if one is given."""
-    config = configs.of_run(run)
+    config = configs.load_run(run)
     if data is None:
         return config
     return replace(config, data=replace(config.data, path=data, test_path=data if config.data.test_path else ""))
@@ -46,7 +46,7 @@ def open_run(run: Path, config: configs.RunConfig, world: World) -> Saved:
     """Read the newest complete checkpoint of a run, whatever number of ranks wrote it."""
     newest = require_complete(run)
     loader = Loader(config.data, seed=config.seed, rank=world.rank, world_size=world.world_size)
-    require_recorded(store.read_facts(newest).get("data"), loader.identity, where=config.data.path)
-    assembly = assemble(config, world, model_of(config, items=loader.known.rows))
+    check_recorded_identity(store.read_facts(newest).get("data"), loader.identity, where=config.data.path)
+    assembly = assemble(config, world, model_of(config, items=loader.vocabulary.rows))
     parts = state.of_model(assembly.network, assembly.tables, rank=world.rank, world_size=world.world_size)
-    return Saved(config, world, assembly, loader.known.items, store.load(newest, parts)["step"])
+    return Saved(config, world, assembly, loader.vocabulary.items, store.load(newest, parts)["step"])

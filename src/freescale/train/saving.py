@@ -17,7 +17,7 @@ from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part
 from freescale.config import RunConfig, to_toml
-from freescale.data.identity import DataIdentity, require_recorded
+from freescale.data.vocabulary import DataIdentity, check_recorded_identity
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
 from freescale.log import warning_once
@@ -159,7 +159,7 @@ class Saving:
         """Read a checkpoint into everything that goes on from it; gives what is wrong with it, if anything."""
         try:
             facts, tensors = store.read_facts(checkpoint), self._tensors()
-            require_recorded(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
+            check_recorded_identity(facts.get("data"), self._parts.data, where=self._parts.config.data.path)
             if review is not None:
                 review(checkpoint, facts)
             if facts["ranks"] != self._parts.world.world_size:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
-from freescale.data.sources import synthetic
+from freescale.data import synthetic
 from freescale.errors import reason
 from freescale.log import handled_by
 from freescale.models.attention.measure import Problem, errors
@@ -50,7 +50,7 @@ class Selftest:
     def run(self) -> list[Outcome]:
         """Every check on every rank, whatever fails."""
         with tempfile.TemporaryDirectory() as folder:
-            synthetic.write(Path(folder) / "data", "ml1m", users=200, catalogue=300)
+            synthetic.write_log(Path(folder) / "data", "ml1m", users=200, catalogue=300)
             self._folder = Path(folder)
             checks = track(self._checks().items(), "checking", unit="checks")
             return [self._outcome(name, check) for name, check in checks]

@@ -167,7 +167,7 @@ class Step:
     def prepare(self, state: StepState, _: Operation) -> None:
         """Lay out the batch and find the distinct ids whose rows it needs."""
         batch = state.batch.to(self._world.device)
-        state.inputs = [self._network.model.prepare(part) for part in batch.parts(self._config.micro_batches)]
+        state.inputs = [self._network.model.prepare(part) for part in batch.split(self._config.micro_batches)]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
         state.unique_ids = self._network.wanted([inputs.ids for inputs in state.inputs])
         state.embedding.wanted = state.unique_ids[0]

@@ -151,7 +151,7 @@ class Trainer:
         left = self.parts.steps - self.at.done
         while left > 0:
             for batch in self.parts.loader:
-                yield batch.without(self.at.left_out), self.parts.loader.state_dict()
+                yield batch.exclude(self.at.left_out), self.parts.loader.state_dict()
                 left -= 1
                 if not left:
                     return

@@ -1,10 +1,4 @@
-"""Events, in any order and larger than memory, into a data set of histories sorted by time.
-
-Events are first partitioned into buckets by a hash of their user, so that all of a user's are in one bucket and one
-bucket fits in memory. Each bucket becomes histories, or with impressions samples for ranking. These are then gathered
-in ranges of the time of their last event (or of the impression), which gives the order in which a production system
-would have logged them. A log that fits goes the same way in one bucket.
-"""
+"""Histories."""
 
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,19 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from freescale.data.sources import impressions
-from freescale.data.sources.events import FILE, NUMBER, ORDER, Events
-from freescale.data.sources.impressions import LAST
-from freescale.data.sources.times import scaled
-from freescale.data.store import writer
-from freescale.data.store.manifest import Manifest
-from freescale.data.store.quarantine import Quarantine
-from freescale.data.vocabulary import FILE as VOCABULARY
-from freescale.data.vocabulary import fingerprint
+from freescale.data import writer
+from freescale.data.dataset import Manifest
+from freescale.data.event_log import LOG_FILE, LOG_NUMBER, LOG_ORDER, EventLog, rescale_ticks
+from freescale.data.order import concat_ranges
+from freescale.data.validation import CANDIDATE, Quarantine
+from freescale.data.vocabulary import VOCABULARY_FILE, fingerprint
 from freescale.errors import DataError, reason
 from freescale.log import info_once, warning_once
 from freescale.progress import progress, track
@@ -35,23 +27,23 @@ _BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
 USERS_FILE = "users.parquet"
 
 
-class Log(NamedTuple):
+class ImportJob(NamedTuple):
     """What becomes a data set."""
 
-    events: Events
+    events: EventLog
     scratch: Path
     """A folder for files on the way."""
     quarantine: Quarantine
     memory: int = 1 << 30
     """Bytes that sorting may hold."""
-    impressions: Events | None = None
+    impressions: EventLog | None = None
     """For ranking: what users were shown, with labels."""
     max_history: int = 1000
     """Most events that are kept before an impression."""
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportSummary:
     """What came out of an import."""
 
     users: int
@@ -63,19 +55,19 @@ class Imported:
     """Rows of the data set: one per user, or with impressions one per user and moment."""
 
 
-def write(log: Log, target: str | Path, *, vocabulary: Path | None = None) -> Imported:
+def write_histories(log: ImportJob, target: str | Path, *, vocabulary: Path | None = None) -> ImportSummary:
     """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set."""
-    known = None if vocabulary is None else _known(vocabulary)
+    known = None if vocabulary is None else _load_vocabulary(vocabulary)
     try:
-        with writer.new_folder(target) as folder:
-            return _Import(log, folder).run(known)
+        with writer.atomic_folder(target) as folder:
+            return _Importer(log, folder).run(known)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, OSError) as error:
         remedy = "check its format and encoding"
         raise DataError(f"the log cannot be read: {reason(error)}", where=log.events.name, remedy=remedy) from error
 
 
-def _known(folder: Path) -> pl.DataFrame:
-    path = folder / VOCABULARY
+def _load_vocabulary(folder: Path) -> pl.DataFrame:
+    path = folder / VOCABULARY_FILE
     try:
         return pl.read_parquet(path)
     except (pl.exceptions.PolarsError, OSError) as error:
@@ -83,15 +75,15 @@ def _known(folder: Path) -> pl.DataFrame:
         raise DataError(what, where=str(folder), remedy="give the folder of an imported data set") from error
 
 
-class _Import:
+class _Importer:
     """The steps of one import, in order. Impressions, where there are any, go the same way as events."""
 
-    def __init__(self, log: Log, folder: Path) -> None:
-        self._log, self._folder, self._ticks = log, folder, log.events.ticks
+    def __init__(self, log: ImportJob, folder: Path) -> None:
+        self._log, self._folder, self._ticks = log, folder, log.events.ticks_per_second
         self._logs = [log.events] if log.impressions is None else [log.events, log.impressions]
         self._tables = [events.table for events in self._logs]
 
-    def run(self, known: pl.DataFrame | None) -> Imported:
+    def run(self, known: pl.DataFrame | None) -> ImportSummary:
         with progress("checking events"):
             self._tables = [_without_bad(events, self._log.quarantine) for events in self._logs]
         self._agree()
@@ -101,7 +93,7 @@ class _Import:
             if not total:
                 raise DataError("the log holds no usable event", where=found.name, remedy="check its format")
         items, numbers, unknown = _number(_merged(seen[0], seen[1:]).sort("key"), known)
-        _save(items, self._folder / VOCABULARY)
+        _save(items, self._folder / VOCABULARY_FILE)
         self._use_numbers("item_id", numbers)
         if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
             users = _keys(self._tables[0], "user_id", events)
@@ -111,14 +103,14 @@ class _Import:
         written = self._samples(buckets) if self._log.impressions else self._histories(buckets)
         manifest = self._write(written, events, items["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
-        return Imported(distinct, len(items), manifest.events, unknown, manifest.rows)
+        return ImportSummary(distinct, len(items), manifest.events, unknown, manifest.rows)
 
     def _agree(self) -> None:
         """Give impressions the events' types of keys, and both the finer ticks."""
-        self._ticks = max(events.ticks for events in self._logs)
+        self._ticks = max(events.ticks_per_second for events in self._logs)
         for number, (table, events) in enumerate(zip(self._tables, self._logs, strict=True)):
-            if events.ticks != self._ticks:
-                finer = scaled(pl.col("timestamp"), self._ticks // events.ticks)
+            if events.ticks_per_second != self._ticks:
+                finer = rescale_ticks(pl.col("timestamp"), self._ticks // events.ticks_per_second)
                 self._tables[number] = table.with_columns(finer.alias("timestamp"))
         for key in ("user_id", "item_id"):
             if len({table.collect_schema()[key] for table in self._tables}) > 1:
@@ -135,7 +127,7 @@ class _Import:
         written = []
         parts = sorted(self._partition(self._tables[0], "events", buckets).iterdir())
         for number, bucket in enumerate(track(parts, "sorting histories", unit="buckets")):
-            histories = _group(_read(bucket), self._ticks)
+            histories = _group_by_user(_read(bucket), self._ticks)
             written.append(self._log.scratch / f"histories-{number}.parquet")
             share = _rows_at_once(len(histories), buckets)
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
@@ -149,7 +141,7 @@ class _Import:
             if not (of_users := events / bucket.name).exists():
                 left_out += len(_read(bucket))
                 continue
-            found = impressions.assemble(_read(of_users), _read(bucket), max_history=self._log.max_history)
+            found = join_impressions(_read(of_users), _read(bucket), max_history=self._log.max_history)
             left_out, cut = left_out + found.without_history, cut + found.cut
             if len(found.rows):
                 written.append(self._log.scratch / f"samples-{number}.parquet")
@@ -176,17 +168,17 @@ class _Import:
         if self._log.impressions:  # an event is in several histories
             events = histories.select(pl.col("item_id").list.len().sum()).collect(engine="streaming").item()
             ranges = max(1, -(-events * _BYTES_PER_EVENT // self._log.memory))
-        last = histories.select(LAST).collect(engine="streaming")[LAST].sort()
+        last = histories.select(LAST_TIME).collect(engine="streaming")[LAST_TIME].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
         columns = len(histories.collect_schema()) - 2  # but user_id and LAST
         rows = writer.rows_per_group(len(last), events, columns)
         note = f"imported from {', '.join(events.name for events in self._logs)}"
         ordered = _in_time_order(histories, cuts)
         size = {"rows_per_group": rows, "items": len(items), "expected_rows": len(last)}
-        return writer.write(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
+        return writer.write_dataset(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
 
 
-def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
+def _without_bad(events: EventLog, quarantine: Quarantine) -> pl.LazyFrame:
     """Find events with a missing or unconvertible field; stop at them or leave them out."""
     names = [name for name in events.table.collect_schema().names() if not name.startswith("_")]
     broken = pl.any_horizontal(pl.col(name).is_null() for name in names)
@@ -195,9 +187,9 @@ def _without_bad(events: Events, quarantine: Quarantine) -> pl.LazyFrame:
             missing = [name for name in names if row[name] is None]
             hint = ": a label is a number from 0 to 1" if missing[0].startswith("label_") else ""
             what = f"{', '.join(missing)} missing or not of its type{hint}"
-            place = events.place(row[FILE], row[NUMBER])
-            quarantine.bad(place, "incomplete event", what, remedy=f"mend that {events.counts}")
-    return events.table.filter(~broken).drop(FILE, NUMBER)
+            place = events.location(row[LOG_FILE], row[LOG_NUMBER])
+            quarantine.reject(place, "incomplete event", what, remedy=f"mend that {events.position_unit}")
+    return events.table.filter(~broken).drop(LOG_FILE, LOG_NUMBER)
 
 
 def _keys(table: pl.LazyFrame, column: str, events: int | None = None) -> pl.DataFrame:
@@ -253,27 +245,28 @@ def _write_tables(tables: Iterable[pa.Table], path: Path, row_group_size: int) -
             out.write_table(table, row_group_size=row_group_size)
 
 
-def _group(events: pl.DataFrame, ticks: int) -> pl.DataFrame:
+def _group_by_user(events: pl.DataFrame, ticks: int) -> pl.DataFrame:
     """Histories of one bucket. Events of one moment keep the order of the log; without time it is all there is."""
     if "timestamp" in events.columns:
-        timed = events.sort("user_id", "timestamp", ORDER).with_columns(
-            pl.col("timestamp").alias(LAST), pl.col("timestamp") // ticks
+        timed = events.sort("user_id", "timestamp", LOG_ORDER).with_columns(
+            pl.col("timestamp").alias(LAST_TIME), pl.col("timestamp") // ticks
         )
     else:
-        timed = events.sort("user_id", ORDER).with_columns(
-            pl.int_range(pl.len(), dtype=pl.Int64).over("user_id").alias("timestamp"), pl.col(ORDER).alias(LAST)
+        timed = events.sort("user_id", LOG_ORDER).with_columns(
+            pl.int_range(pl.len(), dtype=pl.Int64).over("user_id").alias("timestamp"),
+            pl.col(LOG_ORDER).alias(LAST_TIME),
         )
-    features = [name for name in events.columns if name not in ("user_id", "item_id", "timestamp", ORDER)]
+    features = [name for name in events.columns if name not in ("user_id", "item_id", "timestamp", LOG_ORDER)]
     of_user = timed.group_by("user_id", maintain_order=True)
-    return of_user.agg("item_id", "timestamp", *features, pl.col(LAST).last()).sort(LAST, "user_id")
+    return of_user.agg("item_id", "timestamp", *features, pl.col(LAST_TIME).last()).sort(LAST_TIME, "user_id")
 
 
 def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Table]:
     """Rows by LAST, a range at a time: before the first cut, between two, from the last one on."""
     for low, high in pairwise([None, *sorted(set(cuts)), None]):
-        after = pl.lit(True) if low is None else pl.col(LAST) >= low
-        before = pl.lit(True) if high is None else pl.col(LAST) < high
-        found = histories.filter(after & before).collect(engine="streaming").sort(LAST, "user_id").drop(LAST)
+        after = pl.lit(True) if low is None else pl.col(LAST_TIME) >= low
+        before = pl.lit(True) if high is None else pl.col(LAST_TIME) < high
+        found = histories.filter(after & before).collect(engine="streaming").sort(LAST_TIME, "user_id").drop(LAST_TIME)
         yield _plain_lists(found.to_arrow())
 
 
@@ -281,3 +274,58 @@ def _plain_lists(table: pa.Table) -> pa.Table:
     """Polars hands out 64-bit list offsets; Parquet readers everywhere expect plain lists."""
     plain = {f.name: pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type for f in table.schema}
     return table.cast(pa.schema(plain)) if table.num_rows else pa.schema(plain).empty_table()
+
+
+LAST_TIME = "_last"
+"""Column of a history or sample on its way: the moment by which the rows of a data set are ordered."""
+_CHUNK = 1_000_000  # events in memory as lists
+
+
+class RankingSamples(NamedTuple):
+    """Samples of some users, not yet with their histories."""
+
+    rows: pl.DataFrame
+    """`user_id`, LAST, candidates, labels, and where the history lies: events `begin` to `end`."""
+    events: pl.DataFrame
+    """Sorted by user and time."""
+    without_history: int
+    """Impressions that are left out, since their user has no event before them."""
+    cut: int
+    """Samples whose history is longer than what is kept of it."""
+
+    def tables(self, ticks: int) -> Iterator[pa.Table]:
+        """Rows of the data set, by time, some at a time: an event is in the history of every sample after it."""
+        total = (self.rows["end"] - self.rows["begin"]).cum_sum().to_numpy()
+        features = self.events.drop("user_id", LOG_ORDER).with_columns(pl.col("timestamp") // ticks)
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(total // _CHUNK)) + 1).tolist(), len(total)]):
+            yield _with_histories(self.rows[begin:end], features)
+
+
+def join_impressions(events: pl.DataFrame, offered: pl.DataFrame, *, max_history: int) -> RankingSamples:
+    """Put together the impressions of one user and moment, and find the events strictly before it."""
+    events = events.sort("user_id", "timestamp", LOG_ORDER)
+    labels = [name for name in offered.columns if name.startswith("label_")]
+    moment = offered.sort("user_id", "timestamp", LOG_ORDER).group_by("user_id", "timestamp", maintain_order=True)
+    rows = moment.agg(pl.col("item_id").alias(CANDIDATE), *labels)
+    # One order of events and impressions, where impressions come before events of the same moment.
+    marks = [frame.select("user_id", "timestamp", seen=pl.lit(seen)) for frame, seen in ((events, 1), (rows, 0))]
+    merged = pl.concat(marks).sort("user_id", "timestamp", "seen").with_columns(end=pl.col("seen").cum_sum())
+    first = (pl.col("end") - pl.col("seen")).first().over("user_id")
+    found = merged.with_columns(begin=first).filter(pl.col("seen") == 0).select("begin", "end")
+    rows = pl.concat([rows, found.cast(pl.Int64)], how="horizontal")
+    kept = rows.filter(pl.col("end") > pl.col("begin"))
+    left_out = rows.filter(pl.col("end") == pl.col("begin"))[CANDIDATE].list.len().sum()
+    shortest = pl.max_horizontal("begin", pl.col("end") - max_history)
+    cut = int((kept["end"] - kept["begin"] > max_history).sum())
+    ordered = kept.with_columns(begin=shortest).rename({"timestamp": LAST_TIME}).sort(LAST_TIME, "user_id")
+    return RankingSamples(ordered, events, int(left_out), cut)
+
+
+def _with_histories(rows: pl.DataFrame, features: pl.DataFrame) -> pa.Table:
+    begin, end = (rows[name].to_numpy() for name in ("begin", "end"))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(end - begin)]), pa.int32())
+    values = features[concat_ranges(begin, end - begin)].to_arrow()
+    lists = {n: pa.ListArray.from_arrays(offsets, values[n].combine_chunks()) for n in values.column_names}
+    rest = rows.drop("user_id", "begin", "end").to_arrow()
+    others = {name: rest[name] for name in rest.column_names}
+    return pa.table({"user_id": rows["user_id"].to_arrow(), **lists, **others})

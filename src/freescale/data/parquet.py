@@ -1,9 +1,4 @@
-"""Parquet files on any fsspec address, read by exact ranges and checked byte by byte.
-
-Only the bytes of the asked columns travel, without a file system's own read-ahead: what every rank reads too much of
-multiplies with the ranks. Files with a known checksum have every byte checked, also those outside of pages, which
-Parquet's own page checksums leave out. Knows nothing of histories or of how a data set is laid out.
-"""
+"""Parquet."""
 
 import mmap
 import struct
@@ -20,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from freescale.data.store.thrift import Compact
 from freescale.errors import DataError, reason
 
 MAGIC = b"PAR1"
@@ -28,7 +22,7 @@ FETCH_AGAIN = "fetch or write that file again"
 _FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
 
 
-class File(NamedTuple):
+class FileEntry(NamedTuple):
     """One Parquet file. Sizes and checksums are those of the moment when it was written; -1 where nobody noted them."""
 
     name: str
@@ -38,17 +32,17 @@ class File(NamedTuple):
     sums_crc: int = -1
 
     @property
-    def sums_name(self) -> str:
+    def checksums_name(self) -> str:
         """The file beside it with a checksum for every column of every row group."""
         return f"{self.name}.crc"
 
     @property
-    def noted(self) -> bool:
+    def has_checksums(self) -> bool:
         """Whether there are checksums to hold the file against."""
         return self.footer_crc >= 0
 
 
-class Chunk(NamedTuple):
+class ColumnChunk(NamedTuple):
     """The bytes of one column in one row group."""
 
     number: int
@@ -57,7 +51,7 @@ class Chunk(NamedTuple):
     end: int
 
 
-def chunks(group: pq.RowGroupMetaData) -> list[Chunk]:
+def column_chunks(group: pq.RowGroupMetaData) -> list[ColumnChunk]:
     """Where the columns of a row group lie. The first of a file also answers for the magic number before it."""
     columns = (group.column(number) for number in range(group.num_columns))
     return [
@@ -66,34 +60,36 @@ def chunks(group: pq.RowGroupMetaData) -> list[Chunk]:
     ]
 
 
-def _foreign_chunks(footer: bytes) -> list[list[Chunk]]:
+def _foreign_chunks(footer: bytes) -> list[list[ColumnChunk]]:
     """The same of every row group, from a footer that nobody vouches for."""
-    groups = [[column[3] for column in group[1]] for group in Compact(footer).struct()[4]]  # as parquet.thrift numbers
+    groups = [
+        [column[3] for column in group[1]] for group in ThriftReader(footer).struct()[4]
+    ]  # as parquet.thrift numbers
     return [[_chunk(n, c[3][0].decode(), c.get(11), c[9], c[7]) for n, c in enumerate(columns)] for columns in groups]
 
 
-def _chunk(number: int, column: str, dictionary: int | None, data: int, size: int) -> Chunk:
+def _chunk(number: int, column: str, dictionary: int | None, data: int, size: int) -> ColumnChunk:
     start = min(offset for offset in (dictionary, data) if offset)
-    return Chunk(number, column, 0 if start == len(MAGIC) else start, start + size)
+    return ColumnChunk(number, column, 0 if start == len(MAGIC) else start, start + size)
 
 
-class Footer(NamedTuple):
+class ParquetFooter(NamedTuple):
     """What is read of a file before any of its rows."""
 
     metadata: pq.FileMetaData
     schema: pa.Schema
-    image: "_Image"
-    sums: NDArray[np.uint32] | None
+    image: "_SparseFile"
+    checksums: NDArray[np.uint32] | None
     """Checksums by row group and column, where they were noted."""
-    foreign: list[list[Chunk]] | None
+    foreign: list[list[ColumnChunk]] | None
     """Where columns lie, by row group, where nothing was noted."""
 
-    def chunks(self, index: int) -> list[Chunk]:
+    def chunks(self, index: int) -> list[ColumnChunk]:
         """Where the columns of a row group lie."""
-        return chunks(self.metadata.row_group(index)) if self.foreign is None else self.foreign[index]
+        return column_chunks(self.metadata.row_group(index)) if self.foreign is None else self.foreign[index]
 
 
-class Files:
+class ParquetReader:
     """The files below one address. Safe to use from several threads."""
 
     def __init__(self, address: str) -> None:
@@ -107,10 +103,10 @@ class Files:
         self.bytes_read = 0
         self.footer = lru_cache(maxsize=_FOOTERS_KEPT)(self._read_footer)
 
-    def list(self, pattern: str) -> list[File]:
+    def list(self, pattern: str) -> list[FileEntry]:
         """Files whose name fits a pattern, by name."""
         paths: Any = sorted(self._fs.glob(f"{self._root}/{pattern}"))
-        return [File(str(path).rsplit("/", 1)[-1], self._fs.size(path)) for path in paths]
+        return [FileEntry(str(path).rsplit("/", 1)[-1], self._fs.size(path)) for path in paths]
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Read a file, or exactly the bytes [start, end) of it; counted."""
@@ -121,16 +117,16 @@ class Files:
             self.bytes_read += len(data)
         return data
 
-    def read_group(self, file: File, index: int, columns: Container[str]) -> pa.Table:
+    def read_group(self, file: FileEntry, index: int, columns: Container[str]) -> pa.Table:
         """Read some columns of a row group: first their bytes, all checked, then decoded from memory."""
         footer = self.footer(file)
         wanted = [chunk for chunk in footer.chunks(index) if chunk.column in columns]
         pieces = {start: self.read(file.name, start, end) for start, end in _joined(wanted)}
-        if footer.sums is not None:
-            _check(pieces, wanted, footer.sums[index])
+        if footer.checksums is not None:
+            _check(pieces, wanted, footer.checksums[index])
         return footer.image.decode(index, list(dict.fromkeys(chunk.column for chunk in wanted)), pieces)
 
-    def has_page_checksums(self, file: File) -> bool:
+    def has_page_checksums(self, file: FileEntry) -> bool:
         """Look into the first page header: after the type and two sizes, field 4 is the checksum, if there is one."""
         footer = self.footer(file)
         if not footer.metadata.num_row_groups:
@@ -145,7 +141,7 @@ class Files:
             position += 1
         return header[position] == 0x15  # one further field id, type i32
 
-    def _read_footer(self, file: File) -> Footer:
+    def _read_footer(self, file: FileEntry) -> ParquetFooter:
         """Read exactly the footer: Arrow alone would fetch 64 KiB for it, which is most of a small file."""
         try:
             size = self._fs.size(f"{self._root}/{file.name}")
@@ -156,32 +152,36 @@ class Files:
             if footer_size > size - 12:
                 raise _damaged(file, "the footer is damaged: it claims to be longer than the file")
             footer = self.read(file.name, size - 8 - footer_size, size - 8)
-            sums = self.read(file.sums_name) if file.noted else b""
+            sums = self.read(file.checksums_name) if file.has_checksums else b""
         except OSError as error:
             raise _damaged(file, reason(error)) from error
-        if file.noted and (size, footer_size, zlib.crc32(footer)) != (file.size, file.footer_size, file.footer_crc):
+        if file.has_checksums and (size, footer_size, zlib.crc32(footer)) != (
+            file.size,
+            file.footer_size,
+            file.footer_crc,
+        ):
             raise _damaged(file, "the footer is not the one that was written")
-        if file.noted and zlib.crc32(sums) != file.sums_crc:
-            raise _damaged(file, f"its checksums in {file.sums_name} are not those that were written")
+        if file.has_checksums and zlib.crc32(sums) != file.sums_crc:
+            raise _damaged(file, f"its checksums in {file.checksums_name} are not those that were written")
         try:
             metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer + tail))
-            schema, image = metadata.schema.to_arrow_schema(), _Image(size, metadata)
+            schema, image = metadata.schema.to_arrow_schema(), _SparseFile(size, metadata)
             shape = (metadata.num_row_groups, metadata.num_columns)
-            noted = np.frombuffer(sums, dtype="<u4").reshape(shape) if file.noted else None
-            foreign = None if file.noted else _foreign_chunks(footer)
+            checksums = np.frombuffer(sums, dtype="<u4").reshape(shape) if file.has_checksums else None
+            foreign = None if file.has_checksums else _foreign_chunks(footer)
         except Exception as error:  # a damaged footer makes Arrow raise almost anything
             raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
-        return Footer(metadata, schema, image, noted, foreign)
+        return ParquetFooter(metadata, schema, image, checksums, foreign)
 
 
-def sum_chunks(data: memoryview, metadata: pq.FileMetaData) -> bytes:
+def chunk_checksums(data: memoryview, metadata: pq.FileMetaData) -> bytes:
     """Checksums of every column of every row group of a whole file, as they are stored beside it."""
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
-    sums = [zlib.crc32(data[chunk.start : chunk.end]) for group in groups for chunk in chunks(group)]
+    sums = [zlib.crc32(data[chunk.start : chunk.end]) for group in groups for chunk in column_chunks(group)]
     return np.array(sums, dtype="<u4").tobytes()
 
 
-class _Image:
+class _SparseFile:
     """A file in memory, of which only the bytes being decoded exist, and Arrow's reader over it.
 
     Arrow reads at absolute offsets of a file, so bytes are laid out at theirs in a mapping as long as the file, and
@@ -208,7 +208,7 @@ class _Image:
                     self._bytes.madvise(mmap.MADV_DONTNEED, first, start + len(piece) - first)
 
 
-def _check(pieces: Mapping[int, bytes], wanted: list[Chunk], sums: NDArray[np.uint32]) -> None:
+def _check(pieces: Mapping[int, bytes], wanted: list[ColumnChunk], sums: NDArray[np.uint32]) -> None:
     starts = sorted(pieces)
     for chunk in wanted:
         start = starts[bisect_right(starts, chunk.start) - 1]
@@ -217,7 +217,7 @@ def _check(pieces: Mapping[int, bytes], wanted: list[Chunk], sums: NDArray[np.ui
             raise DataError(f"the bytes of column '{chunk.column}' are not those that were written")
 
 
-def _joined(wanted: list[Chunk]) -> list[tuple[int, int]]:
+def _joined(wanted: list[ColumnChunk]) -> list[tuple[int, int]]:
     """Byte ranges of chunks, neighbours joined into one request."""
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(wanted, key=lambda chunk: chunk.start):
@@ -228,5 +228,63 @@ def _joined(wanted: list[Chunk]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _damaged(file: File, what: str) -> DataError:
+def _damaged(file: FileEntry, what: str) -> DataError:
     return DataError(what, where=file.name, remedy=FETCH_AGAIN)
+
+
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BYTES, _LISTS, _STRUCT = 1, 2, 3, 7, 8, (9, 10), 12
+_NUMBERS = (4, 5, 6)
+
+
+class ThriftReader:
+    """Thrift's compact protocol, read from the begin of some bytes. Raises IndexError or ValueError on others."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def struct(self) -> dict[int, Any]:
+        """Fields by their number."""
+        fields, number = dict[int, Any](), 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._number()
+            kind = head & 15
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self._number()
+        if kind == _BYTES:
+            return self._bytes(self._varint())
+        if kind in _LISTS:
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            return [self._value(head & 15) for _ in range(count)]
+        if kind == _STRUCT:
+            return self.struct()
+        if kind == _DOUBLE:
+            return self._bytes(8)
+        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, where a flag takes a byte
+            return self._byte()
+        raise ValueError(f"a footer has no field of type {kind}")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _bytes(self, count: int) -> bytes:
+        self._at += count
+        if self._at > len(self._data):
+            raise IndexError("a field is longer than the footer")
+        return self._data[self._at - count : self._at]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while (byte := self._byte()) & 0x80:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+        return value | byte << shift
+
+    def _number(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)

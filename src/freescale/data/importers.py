@@ -1,32 +1,35 @@
-"""Public data sets and plain event logs, opened as one lazy table of events."""
+"""Importers."""
 
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
 
-from freescale.data.sources import times
-from freescale.data.sources.events import FILE, NUMBER, ORDER, Columns, Events
-from freescale.data.sources.files import CsvStyle, expand, one_kind
-from freescale.data.sources.text import TextFile
-from freescale.data.store.columns import REQUIRED, is_candidate
-from freescale.data.store.quarantine import Quarantine
-from freescale.data.store.writer import output_errors
-from freescale.errors import DataError, UsageError, nearest, reason
+from freescale.data import writer
+from freescale.data.dataset import Dataset
+from freescale.data.event_log import LOG_FILE, LOG_NUMBER, LOG_ORDER, EventLog, LogColumns, TimeUnit, infer_time_parser
+from freescale.data.histories import ImportSummary
+from freescale.data.synthetic import list_array
+from freescale.data.text_log import CsvStyle, TextLog, detect_common_format, find_log_files
+from freescale.data.validation import CANDIDATE, REQUIRED, Quarantine, RowGroup, is_candidate
+from freescale.data.writer import output_errors
+from freescale.errors import DataError, UsageError, reason, suggest
 from freescale.log import warning_once
 
-_KUAIRAND = Columns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
-_MOVIELENS = Columns("userId", "movieId", "timestamp", ("rating",))
+_KUAIRAND = LogColumns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
+_MOVIELENS = LogColumns("userId", "movieId", "timestamp", ("rating",))
 _ML1M = ("user", "_1", "item", "_2", "rating", "_3", "time")  # "::" is read as two separators
 _SAMPLE = 10_000
-_OTHER_WAY_TO_WRITE_A_NUMBER = r"^(\+|-?0\d|-0$)"
+_NONCANONICAL_NUMBER = r"^(\+|-?0\d|-0$)"
 
 
-class Job(NamedTuple):
+class LogSpec(NamedTuple):
     """What every format gets."""
 
     sources: Sequence[Path]
@@ -34,30 +37,30 @@ class Job(NamedTuple):
     scratch: Path
     """A folder for unpacked files."""
     quarantine: Quarantine
-    columns: Columns = Columns()
+    columns: LogColumns = LogColumns()
     style: CsvStyle = CsvStyle()
-    unit: times.Unit = "auto"
+    unit: TimeUnit = "auto"
 
-    def text(self, number: int, source: Path) -> TextFile:
+    def text(self, number: int, source: Path) -> TextLog:
         """One of the files, as text."""
-        return TextFile(source, self.scratch / f"text-{number}.parquet", self.quarantine, name=self.name(number))
+        return TextLog(source, self.scratch / f"text-{number}.parquet", self.quarantine, name=self.name(number))
 
     def name(self, number: int) -> str:
         """A file in an error: folders of a log often hold files of the same name."""
         source = self.sources[number]
         return source.name if len(self.sources) == 1 else str(source)
 
-    def of(self, columns: Columns, unit: times.Unit) -> "Job":
+    def with_columns(self, columns: LogColumns, unit: TimeUnit) -> "LogSpec":
         """The same for a format whose columns are known. Labels are read instead of its features."""
         labels = self.columns.labels
         return self._replace(unit=unit, columns=columns._replace(features=(), labels=labels) if labels else columns)
 
 
-def open_log(name: str, job: Job) -> Events:
+def open_log(name: str, job: LogSpec) -> EventLog:
     """Open a log in a named format."""
     if name not in FORMATS:
-        raise UsageError(f"no format is called '{name}'", remedy=nearest(name, FORMATS))
-    job = job._replace(sources=expand(job.sources))
+        raise UsageError(f"no format is called '{name}'", remedy=suggest(name, FORMATS))
+    job = job._replace(sources=find_log_files(job.sources))
     try:
         return FORMATS[name](job)
     except DataError as error:
@@ -68,45 +71,45 @@ def open_log(name: str, job: Job) -> Events:
         raise DataError(f"the log cannot be read: {reason(error)}", where=where, remedy=remedy) from error
 
 
-def _ml1m(job: Job) -> Events:
-    columns, style = Columns("user", "item", "time", ("rating",)), CsvStyle(":", "")
-    return _unpacked(job.of(columns, "s"), "ratings.dat", style, names=_ML1M)
+def _ml1m(job: LogSpec) -> EventLog:
+    columns, style = LogColumns("user", "item", "time", ("rating",)), CsvStyle(":", "")
+    return _unpacked(job.with_columns(columns, "s"), "ratings.dat", style, names=_ML1M)
 
 
-def _movielens(job: Job) -> Events:
-    return _unpacked(job.of(_MOVIELENS, "s"), "ratings.csv", CsvStyle(","))
+def _movielens(job: LogSpec) -> EventLog:
+    return _unpacked(job.with_columns(_MOVIELENS, "s"), "ratings.csv", CsvStyle(","))
 
 
-def _kuairand(job: Job) -> Events:
-    job = job.of(_KUAIRAND, "ms")
+def _kuairand(job: LogSpec) -> EventLog:
+    job = job.with_columns(_KUAIRAND, "ms")
     files = [job.text(number, source) for number, source in enumerate(job.sources)]
-    return _events(job, [file.read_csv(CsvStyle(","), job.columns.names) for file in files])
+    return _event_log(job, [file.read_csv(CsvStyle(","), job.columns.names) for file in files])
 
 
-def _lists(job: Job) -> Events:
+def _lists(job: LogSpec) -> EventLog:
     """Lines of `user item item ...`; a line per event is the shortest of them."""
     line = pl.col("line").str.strip_chars()
     words = line.str.split(" ")
     parts = []
     for number, source in enumerate(job.sources):
         lines = job.text(number, source).read_lines()
-        users = lines.filter(line != "").select(NUMBER, user=words.list.first(), item=words.list.slice(1))
+        users = lines.filter(line != "").select(LOG_NUMBER, user=words.list.first(), item=words.list.slice(1))
         parts.append(users.explode("item").filter(pl.col("item").is_not_null()))  # a user may have no items
-    return _events(job.of(Columns("user", "item", None), "auto"), parts)
+    return _event_log(job.with_columns(LogColumns("user", "item", None), "auto"), parts)
 
 
-def _generic(job: Job) -> Events:
+def _generic(job: LogSpec) -> EventLog:
     """Files whose columns the user names, of any one kind."""
-    kind, names = one_kind(job.sources, job.style.encoding), job.columns.names
+    kind, names = detect_common_format(job.sources, job.style.encoding), job.columns.names
     if kind == "parquet":
-        return _events(job, [_parquet(source, names) for source in job.sources], parquet=True)
+        return _event_log(job, [_parquet(source, names) for source in job.sources], parquet=True)
     files = [job.text(number, source) for number, source in enumerate(job.sources)]
     if kind == "jsonl":
-        return _events(job, [file.read_json(job.style.encoding, names) for file in files])
-    return _events(job, [file.read_csv(job.style, names) for file in files])
+        return _event_log(job, [file.read_json(job.style.encoding, names) for file in files])
+    return _event_log(job, [file.read_csv(job.style, names) for file in files])
 
 
-FORMATS: dict[str, Callable[[Job], Events]] = {
+FORMATS: dict[str, Callable[[LogSpec], EventLog]] = {
     "ml-1m": _ml1m,
     "ml-20m": _movielens,
     "ml-latest": _movielens,
@@ -121,31 +124,31 @@ def _parquet(source: Path, names: Sequence[str]) -> pl.LazyFrame:
     present = rows.collect_schema().names()
     for name in names:
         if name not in present:
-            raise DataError(f"the log has no column '{name}'", where=str(source), remedy=nearest(name, present))
-    return rows.select(names).with_row_index(NUMBER)
+            raise DataError(f"the log has no column '{name}'", where=str(source), remedy=suggest(name, present))
+    return rows.select(names).with_row_index(LOG_NUMBER)
 
 
-def _unpacked(job: Job, member: str, style: CsvStyle, names: Sequence[str] = ()) -> Events:
+def _unpacked(job: LogSpec, member: str, style: CsvStyle, names: Sequence[str] = ()) -> EventLog:
     """A text file that may be packed in an archive."""
     parts = []
     for number, source in enumerate(job.sources):
         path = _member(source, member, job.scratch) if source.suffix == ".zip" else source
         parts.append(job.text(number, path).read_csv(style, job.columns.names, names=names))
-    return _events(job, parts)
+    return _event_log(job, parts)
 
 
-def _events(job: Job, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -> Events:
+def _event_log(job: LogSpec, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -> EventLog:
     """Give the columns their common names and types. What does not convert becomes null."""
     columns = job.columns
     _refuse_names(columns)
-    numbered = [part.with_columns(pl.lit(file, pl.Int32).alias(FILE)) for file, part in enumerate(parts)]
+    numbered = [part.with_columns(pl.lit(file, pl.Int32).alias(LOG_FILE)) for file, part in enumerate(parts)]
     table = pl.concat(numbered, how="vertical_relaxed")
     sample = table.select(columns.names).head(_SAMPLE).collect()
     ticks, time = 1, []
     if columns.time is None:
         warning_once("the log has no time: the order of its lines is taken for it, and timestamps are positions")
     else:
-        clock = times.clock(table, sample[columns.time], job.unit)
+        clock = infer_time_parser(table, sample[columns.time], job.unit)
         ticks, time = clock.per_second, [clock.ticks.alias("timestamp")]
     chosen = table.select(
         _key(sample[columns.user]).alias("user_id"),
@@ -153,15 +156,15 @@ def _events(job: Job, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -
         *time,
         *(_feature(sample[name]) for name in columns.features),
         *(_label(sample[name]) for name in columns.labels),
-        FILE,
-        pl.col(NUMBER).cast(pl.Int64),
+        LOG_FILE,
+        pl.col(LOG_NUMBER).cast(pl.Int64),
     )
-    order = pl.col(ORDER).cast(pl.Int64)
+    order = pl.col(LOG_ORDER).cast(pl.Int64)
     files = tuple(job.name(number) for number in range(len(job.sources)))
-    return Events(chosen.with_row_index(ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
+    return EventLog(chosen.with_row_index(LOG_ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
 
 
-def _refuse_names(columns: Columns) -> None:
+def _refuse_names(columns: LogColumns) -> None:
     """Features keep their names, so they may not be those that a data set gives a meaning to."""
     for name in columns.features:
         if name in REQUIRED or is_candidate(name) or name.startswith("_"):
@@ -177,7 +180,7 @@ def _key(sample: pl.Series) -> pl.Expr:
     if not text.count() or not text.cast(pl.Int64, strict=False).cast(pl.String).equals(text):
         return column.cast(pl.String, strict=False)
     text = column.cast(pl.String)
-    return pl.when(~text.str.contains(_OTHER_WAY_TO_WRITE_A_NUMBER)).then(text.cast(pl.Int64, strict=False))
+    return pl.when(~text.str.contains(_NONCANONICAL_NUMBER)).then(text.cast(pl.Int64, strict=False))
 
 
 def _feature(sample: pl.Series) -> pl.Expr:
@@ -225,3 +228,37 @@ def _member(source: Path, name: str, scratch: Path) -> Path:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         what = f"the archive cannot be read: {error}"
         raise DataError(what, where=str(source), remedy="download it again") from error
+
+
+def copy_histories(
+    folder: Path, target: str | Path, *, features: Sequence[str], quarantine: Quarantine
+) -> ImportSummary:
+    """Copy the usable histories of a folder, in their order. There are as many items as the largest id asks for."""
+    dataset = Dataset(str(folder), features=features, quarantine=quarantine)
+    rows, events, items = 0, 0, 0
+    users: list[np.ndarray] = []
+    for group in _row_groups(dataset):
+        rows, events = rows + int(group.usable.sum()), events + len(group.columns["item_id"].values)
+        ids = [group.columns[name].values for name in ("item_id", CANDIDATE) if name in group.columns]
+        items = max(items, *(int(some.max(initial=-1)) + 1 for some in ids))
+        users.append(np.unique(group.columns["user_id"].values[group.usable]))
+    if not rows:
+        raise DataError("no usable history is here", where=str(folder), remedy="check the columns of its files")
+    size = writer.rows_per_group(rows, events, len(dataset.columns))
+    with writer.atomic_folder(target) as made:
+        tables = map(_table, _row_groups(dataset))
+        writer.write_dataset(made, tables, rows_per_group=size, items=items, note=f"copied from {folder.name}")
+    return ImportSummary(len(np.unique(np.concatenate(users))), items, events, 0, rows)
+
+
+def _row_groups(dataset: Dataset) -> Iterator[RowGroup]:
+    return map(dataset.read_group, range(dataset.layout.groups))
+
+
+def _table(group: RowGroup) -> pa.Table:
+    """The usable rows of a group; the lists of others are empty already."""
+    columns = {
+        name: pa.array(column.values) if column.offsets is None else list_array(column.offsets, column.values)
+        for name, column in group.columns.items()
+    }
+    return pa.table(columns).filter(pa.array(group.usable))

@@ -1,19 +1,87 @@
-"""What a history row is, and what makes one unusable.
+"""Validation."""
 
-A row holds `user_id`, `item_id: list<int64>`, `timestamp: list<int64>`, further features that are either lists of the
-same length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` and `candidate_*` lists of its
-length. Knows Arrow and numpy, but no files and no torch.
-"""
-
+import json
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.data.store.quarantine import Place
-from freescale.errors import DataError, nearest
+from freescale.errors import DataError, FreeScaleError, reason, suggest
+
+
+class Location(NamedTuple):
+    """Where in a data set or a log something is.
+
+    Text is numbered by lines as editors do: from 1, with the header, blank lines and line breaks inside of quotes.
+    Parquet is numbered by rows as its readers do: from 0, in the row group where one is given, else in the file.
+    """
+
+    file: str
+    row_group: int | None = None
+    row: int | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        inside = {"row group": self.row_group, "row": self.row, "line": self.line}
+        return ", ".join([self.file, *(f"{name} {number}" for name, number in inside.items() if number is not None)])
+
+
+class Quarantine:
+    """The policy for bad input and the record of what was set aside."""
+
+    def __init__(self, on_bad: Literal["stop", "skip"] = "stop", path: str | Path | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        """Rows set aside, by kind of fault."""
+        self._skip = on_bad == "skip"
+        self._path = Path(path) if path else None
+        self._seen: set[Location] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> int:
+        """How many rows were set aside."""
+        return sum(self.counts.values())
+
+    def reject(
+        self, place: Location, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None
+    ) -> None:
+        """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
+        if not self._skip:
+            remedy = f"{remedy}, or go on without it: on_bad = skip (--on-bad skip)"
+            raise DataError(what, where=str(place), remedy=remedy) from cause
+        with self._lock:
+            if place in self._seen:
+                return
+            self._seen.add(place)
+            self.counts[kind] += rows
+            if self._path:
+                line = place._asdict() | {"rows": rows, "what": what}
+                self._record(self._path, json.dumps(line))
+
+    def _record(self, path: Path, line: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            what, remedy = (
+                f"the quarantine file cannot be written: {reason(error)}",
+                "free space, or allow writing there",
+            )
+            raise FreeScaleError(what, where=str(path), remedy=remedy) from error
+
+    def summary(self) -> str:
+        """Say in one line what was set aside, or nothing."""
+        if not self.counts:
+            return ""
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        return f"{self.rows:,} rows set aside ({kinds})" + (f"; see {self._path}" if self._path else "")
+
 
 REQUIRED = ("user_id", "item_id", "timestamp")
 CANDIDATE = "candidate_id"
@@ -24,10 +92,10 @@ def is_candidate(name: str) -> bool:
     return name.startswith(("candidate_", "label_"))
 
 
-class Kind(NamedTuple):
+class ColumnType(NamedTuple):
     """What a column holds."""
 
-    listed: bool
+    is_list: bool
     dtype: np.dtype
 
 
@@ -50,36 +118,36 @@ class Column(NamedTuple):
         return end - begin
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """One decoded row group. Rows keep their stored numbers; `usable` says which passed every check."""
 
     columns: dict[str, Column]
     usable: NDArray[np.bool_]
 
     @staticmethod
-    def unreadable(rows: int, kinds: Mapping[str, Kind]) -> "Group":
+    def unreadable(rows: int, kinds: Mapping[str, ColumnType]) -> "RowGroup":
         """Stand in for a group that could not be read: the right number of rows, none of them usable."""
-        offsets = {name: np.zeros(rows + 1, np.int64) if kind.listed else None for name, kind in kinds.items()}
-        values = {name: np.zeros(0 if kind.listed else rows, kind.dtype) for name, kind in kinds.items()}
-        return Group({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
+        offsets = {name: np.zeros(rows + 1, np.int64) if kind.is_list else None for name, kind in kinds.items()}
+        values = {name: np.zeros(0 if kind.is_list else rows, kind.dtype) for name, kind in kinds.items()}
+        return RowGroup({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
 
 
-Report = Callable[[int, str, str], None]
+ReportRow = Callable[[int, str, str], None]
 """Told of each unusable row: its number, the kind of fault, and what is wrong."""
 
 
-def choose(schema: pa.Schema, features: Sequence[str], place: Place) -> dict[str, Kind]:
+def select_columns(schema: pa.Schema, features: Sequence[str], place: Location) -> dict[str, ColumnType]:
     """Name the columns to read and what they hold, or say what is missing or mistyped."""
     present = set(schema.names)
     labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
     wanted = list(dict.fromkeys([*REQUIRED, *features, *labels]))
     for name in wanted:
         if name not in present:
-            raise DataError(f"column '{name}' is missing", where=str(place), remedy=nearest(name, present))
+            raise DataError(f"column '{name}' is missing", where=str(place), remedy=suggest(name, present))
     return {name: _kind(schema.field(name), place) for name in wanted}
 
 
-def _kind(field: pa.Field, place: Place) -> Kind:
+def _kind(field: pa.Field, place: Location) -> ColumnType:
     listed = _is_list(field.type)
     kind = field.type.value_type if listed else field.type
     whole = pa.types.is_integer(kind)
@@ -95,10 +163,10 @@ def _kind(field: pa.Field, place: Place) -> Kind:
     if not right:
         what = f"column '{field.name}' has type {field.type}, not {wanted}"
         raise DataError(what, where=str(place), remedy="convert the log with `freescale data import events`")
-    return Kind(listed, _number_type(np.dtype(kind.to_pandas_dtype())))
+    return ColumnType(listed, _number_type(np.dtype(kind.to_pandas_dtype())))
 
 
-def decode(table: pa.Table, *, longest: int, report: Report) -> Group:
+def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup:
     """Turn rows into numpy columns, without a copy where there are no nulls, and say which rows are usable."""
     columns: dict[str, Column] = {}
     usable = np.ones(table.num_rows, dtype=bool)
@@ -113,7 +181,7 @@ def decode(table: pa.Table, *, longest: int, report: Report) -> Group:
             report(row, kind, what)
     if not usable.all():  # emptied, so that all columns of a row agree again on where it begins
         columns = {name: _emptied(column, usable) for name, column in columns.items()}
-    return Group(columns, usable)
+    return RowGroup(columns, usable)
 
 
 Fault = tuple[str, str, NDArray[np.bool_]]

@@ -1,7 +1,4 @@
-"""Histories into Parquet files laid out for many ranks: small striped row groups, every page with a checksum.
-
-Everything is written beside the target and renamed into place at the end, so a data set is whole or not there.
-"""
+"""Writer."""
 
 import errno
 import mmap
@@ -17,11 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from freescale.data.store import manifest as manifests
-from freescale.data.store.files import File, sum_chunks
-from freescale.data.store.manifest import Manifest, Stripe
+from freescale.data.dataset import GROUPS_PER_FILE, MANIFEST_FILE, Manifest, Stripe, data_file_name, dump_manifest
+from freescale.data.parquet import FileEntry, chunk_checksums
 from freescale.data.vocabulary import numbered_fingerprint
-from freescale.errors import DataError, FreeScaleError, StorageError, writing
+from freescale.errors import DataError, FreeScaleError, StorageError, storage_errors
 from freescale.progress import track
 
 FILES = 64
@@ -39,11 +35,11 @@ def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
 
 
 @contextmanager
-def new_folder(target: str | Path) -> Iterator[Path]:
+def atomic_folder(target: str | Path) -> Iterator[Path]:
     """Give a folder to fill; it takes the target's name only when all went well."""
     target = Path(target).absolute()
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    with writing(target):
+    with storage_errors(target):
         if target.exists() and target.samefile(Path.cwd()):
             what, remedy = "the target is the current folder, which a rename would replace", "name a new folder"
             raise DataError(what, where=str(target), remedy=remedy)
@@ -54,7 +50,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     try:
         with output_errors(target):
             yield beside
-        with writing(target):
+        with storage_errors(target):
             if target.exists():
                 target.rmdir()
             beside.rename(target)
@@ -71,7 +67,7 @@ def output_errors(target: str | Path) -> Iterator[None]:
         number = _os_error(error)
         if isinstance(error, FreeScaleError) or number not in _ONLY_WRITING:
             raise
-        raise StorageError.of(OSError(number, os.strerror(number)), target) from error
+        raise StorageError.from_os_error(OSError(number, os.strerror(number)), target) from error
 
 
 _ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -85,7 +81,7 @@ def _os_error(error: BaseException) -> int:
     return int(numbered[1]) if numbered else 0
 
 
-def write(
+def write_dataset(
     folder: str | Path,
     tables: Tables,
     *,
@@ -93,7 +89,7 @@ def write(
     items: int,
     vocabulary: str = "",
     note: str = "",
-    groups_per_file: int = manifests.GROUPS_PER_FILE,
+    groups_per_file: int = GROUPS_PER_FILE,
     expected_rows: int | None = None,
 ) -> Manifest:
     """Write histories in the order given, into a folder that is made if need be.
@@ -114,7 +110,7 @@ def write(
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
     manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note)
-    (folder / manifests.NAME).write_bytes(manifests.dump(manifest))
+    (folder / MANIFEST_FILE).write_bytes(dump_manifest(manifest))
     return manifest
 
 
@@ -144,7 +140,7 @@ def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: i
     with ExitStack() as opened:
         while written < limit and (group := next(groups, None)) is not None:
             if len(writers) < FILES:
-                paths.append(folder / manifests.file_name(number, len(writers)))
+                paths.append(folder / data_file_name(number, len(writers)))
                 writers.append(opened.enter_context(_open(paths[-1], group.schema)))
             writers[written % FILES].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
@@ -166,13 +162,13 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(path, schema, write_page_checksum=True, **packed, **left_out)
 
 
-def _seal(path: Path) -> File:
+def _seal(path: Path) -> FileEntry:
     """Note the checksums of a finished file: of each column of each row group beside it, the rest for the manifest."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         (footer_size,) = struct.unpack("<I", data[-8:-4])
         footer_crc = zlib.crc32(data[-8 - footer_size : -8])
         with memoryview(data) as view:
-            sums = sum_chunks(view, pq.read_metadata(path))
-        sealed = File(path.name, len(data), footer_size, footer_crc, zlib.crc32(sums))
-    (path.parent / sealed.sums_name).write_bytes(sums)
+            sums = chunk_checksums(view, pq.read_metadata(path))
+        sealed = FileEntry(path.name, len(data), footer_size, footer_crc, zlib.crc32(sums))
+    (path.parent / sealed.checksums_name).write_bytes(sums)
     return sealed

@@ -1,1 +1,0 @@
-"""Which samples are in step i: pure functions of (seed, epoch, step), for any number of ranks."""
