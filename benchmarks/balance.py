@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.support.threads import waits
 
-from freescale.balance.place.assign import assign
-from freescale.balance.place.placement import Placement
+from freescale.balance.assign import assign
+from freescale.balance.placement import Placement
 from freescale.data import synthetic
 from record import save
 

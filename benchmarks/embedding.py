@@ -46,9 +46,9 @@ from freescale.bubbles.summary import summarize
 from freescale.config import TransportConfig
 from freescale.data import synthetic
 from freescale.data.order import Permutation, derive_key
-from freescale.embedding.sharder import PrioritizedEmbeddingSharder
+from freescale.integrations.pipeline import Pipeline
+from freescale.integrations.torchrec import PrioritizedEmbeddingSharder
 from freescale.models.timed import waits
-from freescale.train.pipeline import Pipeline
 from freescale.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from freescale.transport.world import World, clone_group
 from processes import on_ranks

@@ -25,7 +25,7 @@ from freescale.config import resolve
 from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
-from freescale.embedding.unique import Wanted, deduplicate
+from freescale.embedding.ids import Wanted, deduplicate
 from freescale.train.build import assemble, build, model_of
 from freescale.train.network import data_parallel
 from freescale.train.trainer import Trainer

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freescale.balance.calibrate import Products, fit
-from freescale.balance.cost import Cost, sizes
-from freescale.balance.place.assign import assign
+from freescale.balance.assign import assign
+from freescale.balance.cost import Cost, Products, fit, sizes
 from freescale.config import ModelConfig
 from freescale.data import synthetic
 from freescale.models.sasrec import SASRec

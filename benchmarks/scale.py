@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from freescale.balance.assign import assign
 from freescale.balance.cost import Cost
-from freescale.balance.place.assign import assign
 from freescale.config import RECIPES
 from freescale.data import synthetic
 from freescale.simulate import cluster

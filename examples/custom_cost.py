@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import freescale as fs
-from freescale.balance.calibrate import Products, fit
-from freescale.balance.cost import sizes
+from freescale.balance.cost import Products, fit, sizes
 
 DIM, WINDOW = 64, 32
 

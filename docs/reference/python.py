@@ -13,11 +13,11 @@ _HEAD = """# Python
 model needs is imported by its full name.
 """
 _SECTIONS = {
-    "Balance": ["balance.loader.BalancedLoader", "balance.cost.Cost", "balance.place.assign.assign"],
+    "Balance": ["integrations.ddp.BalancedLoader", "balance.cost.Cost", "balance.assign.assign"],
     "Embeddings": [
-        "train.pipeline.Pipeline",
-        "embedding.sharder.PrioritizedEmbeddingSharder",
-        "embedding.transported.TransportEmbeddingSharder",
+        "integrations.pipeline.Pipeline",
+        "integrations.torchrec.PrioritizedEmbeddingSharder",
+        "integrations.torchrec.TransportEmbeddingSharder",
     ],
     "Step profile": ["bubbles.book.Bubbles"],
     "Data": ["data.loader.Loader", "data.batch.Batch", "data.batch.Events"],

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale import balance as balance
     from freescale.balance.cost import Cost as Cost
-    from freescale.balance.loader import BalancedLoader as BalancedLoader
     from freescale.bubbles.book import Bubbles as Bubbles
     from freescale.config.schema import BalanceConfig as BalanceConfig
     from freescale.config.schema import DataConfig as DataConfig
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
     from freescale.data.batch import Batch as Batch
     from freescale.data.batch import Events as Events
     from freescale.data.loader import Loader as Loader
-    from freescale.embedding.sharder import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
-    from freescale.embedding.transported import TransportEmbeddingSharder as TransportEmbeddingSharder
-    from freescale.train.pipeline import Pipeline as Pipeline
+    from freescale.integrations.ddp import BalancedLoader as BalancedLoader
+    from freescale.integrations.pipeline import Pipeline as Pipeline
+    from freescale.integrations.torchrec import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
+    from freescale.integrations.torchrec import TransportEmbeddingSharder as TransportEmbeddingSharder
 
 _ROOMS = {
     "balance.cost": ["Cost"],
-    "balance.loader": ["BalancedLoader"],
+    "integrations.ddp": ["BalancedLoader"],
     "bubbles.book": ["Bubbles"],
     "config.schema": [
         f"{part}Config" for part in ("Balance", "Data", "Model", "Run", "Tables", "Task", "Train", "Transport")
     ],
     "data.batch": ["Batch", "Events"],
     "data.loader": ["Loader"],
-    "embedding.sharder": ["PrioritizedEmbeddingSharder"],
-    "embedding.transported": ["TransportEmbeddingSharder"],
-    "train.pipeline": ["Pipeline"],
+    "integrations.pipeline": ["Pipeline"],
+    "integrations.torchrec": ["PrioritizedEmbeddingSharder", "TransportEmbeddingSharder"],
 }
 _HOMES = {name: f"freescale.{room}" for room, names in _ROOMS.items() for name in names}
 __all__ = sorted(_HOMES)

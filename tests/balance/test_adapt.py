@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from freescale.balance.adapt import SUMS, Basis, Learner, Stopwatch
 from freescale.balance.cost import Cost, sizes
-from freescale.balance.plan import Planner
+from freescale.balance.planner import SUMS, Basis, Learner, Planner, Stopwatch
 from freescale.config import BalanceConfig, RunConfig
 from freescale.train.build import build
 from tests.support.ranks import Ranks, World

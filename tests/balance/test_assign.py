@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from freescale.balance.assign import Strategy, assign
 from freescale.balance.cost import Cost
-from freescale.balance.place.assign import Strategy, assign
 from freescale.data import synthetic
 from tests.support.threads import waits
 

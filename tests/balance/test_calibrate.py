@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from freescale.balance.calibrate import Products, fit
-from freescale.balance.cost import Cost, sizes
+from freescale.balance.cost import Cost, Products, fit, sizes
 
 TRUE = Cost(sample=2e-5, token=3e-6, pair=4e-9)
 

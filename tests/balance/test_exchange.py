@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.balance.ahead import BalancedBatches
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange
-from freescale.balance.plan import Planner
+from freescale.balance.planner import Planner
+from freescale.balance.prefetch import BalancedBatches
+from freescale.balance.sample_exchange import Exchange
 from freescale.config import BalanceConfig, DataConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader

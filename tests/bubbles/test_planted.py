@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freescale.balance.ahead import Batches
+from freescale.balance.prefetch import Batches
 from freescale.bubbles.events import CAUSES
 from freescale.bubbles.ledger import account
 from freescale.bubbles.records import read_samples

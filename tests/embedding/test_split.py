@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freescale.embedding.split import pack, packed_sizes, split, unpack
+from freescale.embedding.ids import pack, packed_sizes, split, unpack
 
 IDS = st.lists(st.integers(0, 30), max_size=40)
 

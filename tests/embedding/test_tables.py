@@ -8,15 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freescale.config import RunConfig, TablesConfig
-from freescale.embedding import plan
 from freescale.embedding.exchange import Exchange
 from freescale.embedding.fused import fused_shard
-from freescale.embedding.plain import plain_shard
-from freescale.embedding.shard import Shard
-from freescale.embedding.sharded import shard_tables
-from freescale.embedding.split import split
+from freescale.embedding.ids import Wanted, deduplicate, split
+from freescale.embedding.sharded import Shard, describe_sharded, plain_shard, shard_tables
 from freescale.embedding.tables import Table
-from freescale.embedding.unique import Wanted, deduplicate
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
@@ -201,7 +197,7 @@ def test_rows_that_are_changed_in_two_parts_are_bitwise_those_that_are_changed_a
 def told(world: World) -> list[str]:
     one = joined(world)
     tables = shard_tables([Table("item", 1_000_000, 64)], RunConfig(), one, one.transport, torch.float32)
-    return plan.sharded(tables, world.ranks)
+    return describe_sharded(tables, world.ranks)
 
 
 def test_the_plan_says_where_rows_live_and_what_they_cost(groups: dict[int, Ranks]) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from freescale.data.loader import Loader
-from freescale.embedding.replicated import ReplicatedTables
-from freescale.embedding.tables import Table
+from freescale.embedding.tables import ReplicatedTables, Table
 from freescale.train.build import model_of
 from freescale.train.network import Network
 from tests.support import histories, write_dataset

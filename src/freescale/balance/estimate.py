@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats, Ints
+from freescale.balance.placement import Floats, Ints
 
 _DRAWS = 4_000_000
 

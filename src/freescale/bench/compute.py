@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freescale.balance.calibrate import Products, fit
-from freescale.balance.cost import Cost, sizes
+from freescale.balance.cost import Cost, Products, fit, sizes
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader

@@ -29,9 +29,9 @@ from freescale.bubbles.ddp import watched as watched_hook
 from freescale.config import RunConfig
 from freescale.data.loader import Loader, prefetch
 from freescale.embedding.fused import Collection, collection_of, planned
+from freescale.embedding.ids import deduplicate
 from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
-from freescale.embedding.unique import deduplicate
 from freescale.models.protocol import Model, Rows
 from freescale.train.build import optimizer_of
 from freescale.transport.world import World

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from freescale.embedding.split import Shared, pack, packed_sizes, unpack
+from freescale.embedding.ids import Shared, Wanted, pack, packed_sizes, unpack
 from freescale.embedding.tables import Table, by_dim
-from freescale.embedding.unique import Wanted
 from freescale.transport.base import Transport
 
 Counts = list[list[int]]

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.exchange import Parts, Route
+from freescale.embedding.ids import Shared, Wanted, split
 from freescale.embedding.sharded import ShardedTables
-from freescale.embedding.split import Shared, split
-from freescale.embedding.unique import Wanted
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -1,12 +1,12 @@
 """What a table is, who owns which of its rows, and what its rows begin as. Pure."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freescale.data.order import derive_key, splitmix64
 
@@ -48,3 +48,19 @@ class Table(NamedTuple):
 def by_dim(tables: Sequence[Table]) -> list[list[Table]]:
     """Tables whose rows can travel together and live in one collection: those of one width."""
     return [[t for t in tables if t.dim == dim] for dim in sorted({t.dim for t in tables})]
+
+
+class ReplicatedTables(nn.Module):
+    """Whole tables as parameters."""
+
+    def __init__(self, tables: Sequence[Table], *, seed: int, deviation: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict()
+        for table in tables:
+            weight = torch.empty(table.rows, table.dim)
+            table.fill(weight, 0, seed=seed, deviation=deviation)
+            self.weights[table.name] = nn.Parameter(weight)
+
+    def forward(self, unique: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows of distinct ids."""
+        return {name: self.weights[name][ids] for name, ids in unique.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats
+from freescale.balance.placement import Floats
 from freescale.bubbles import records
 from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer
 from freescale.bubbles.ledger import account

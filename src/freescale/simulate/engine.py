@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats
+from freescale.balance.placement import Floats
 from freescale.bubbles.events import TRAFFIC
 from freescale.bubbles.records import Interval
 from freescale.overlap.schedule import Operation, Schedule

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats
+from freescale.balance.placement import Floats
 from freescale.simulate.cluster import Cluster
 
 

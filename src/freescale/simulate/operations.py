@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats
+from freescale.balance.placement import Floats
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.network import Demand, Topology

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from freescale.balance.place.placement import Floats, Ints
+from freescale.balance.placement import Floats, Ints
 
 _POINTS = 96
 

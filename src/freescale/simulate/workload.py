@@ -13,8 +13,8 @@ import numpy.ma  # the first np.unique would import it, and planning would be ti
 
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import places
-from freescale.balance.place.placement import Floats, Ints
-from freescale.balance.plan import Planner
+from freescale.balance.placement import Floats, Ints
+from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.dataset import DatasetStats
 from freescale.overlap.buckets import bucket_bytes

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import torch
 
-from freescale.balance.ahead import BalancedBatches, Batches
 from freescale.balance.cost import Cost
-from freescale.balance.exchange import Exchange
-from freescale.balance.plan import Planner
+from freescale.balance.planner import Planner
+from freescale.balance.prefetch import BalancedBatches, Batches
+from freescale.balance.sample_exchange import Exchange
 from freescale.bubbles.book import Bubbles
 from freescale.bubbles.recorder import Recorder
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
-from freescale.embedding import plan
-from freescale.embedding.replicated import ReplicatedTables
-from freescale.embedding.sharded import ShardedTables, shard_tables
-from freescale.embedding.tables import Table
+from freescale.embedding.sharded import ShardedTables, describe_replicated, describe_sharded, shard_tables
+from freescale.embedding.tables import ReplicatedTables, Table
 from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.protocol import Model
@@ -56,9 +54,9 @@ def assemble(config: RunConfig, world: World, model: Model, transport: Transport
     if config.tables.placement == "replicated":
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
         network = Network(model, replicated).to(world.device, dtype)
-        return Assembly(network, None, plan.replicated(tables, dtype))
+        return Assembly(network, None, describe_replicated(tables, dtype))
     sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
-    return Assembly(Network(model, None).to(world.device, dtype), sharded, plan.sharded(sharded, world.world_size))
+    return Assembly(Network(model, None).to(world.device, dtype), sharded, describe_sharded(sharded, world.world_size))
 
 
 def model_of(config: RunConfig, *, items: int) -> Model:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.balance.plan import Planner
+from freescale.balance.planner import Planner
 from freescale.train.step import StepState
 
 _SUMMED = ("loss", "samples", "tokens", "ids", "unique_ids", "fetched_ids", "colliding_ids")

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.ddp import watched
 from freescale.bubbles.recorder import Recorder
-from freescale.embedding.replicated import ReplicatedTables
+from freescale.embedding.ids import Wanted, deduplicate
 from freescale.embedding.sharded import ShardedTables
-from freescale.embedding.unique import Wanted, deduplicate
+from freescale.embedding.tables import ReplicatedTables
 from freescale.models.protocol import Model, Rows
 from freescale.overlap.buckets import bucket_bytes
 from freescale.transport.c10d import C10d

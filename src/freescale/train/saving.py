@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from freescale.balance.ahead import Batches
 from freescale.balance.cost import Cost
-from freescale.balance.plan import Planner
+from freescale.balance.planner import Planner
+from freescale.balance.prefetch import Batches
 from freescale.bubbles.book import Bubbles
 from freescale.checkpoint import state, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part

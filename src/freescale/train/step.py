@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.bubbles.recorder import Recorder
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
+from freescale.embedding.ids import Wanted
 from freescale.embedding.prioritized import Journey, RowOperations, given
 from freescale.embedding.sharded import ShardedTables
-from freescale.embedding.unique import Wanted
 from freescale.overlap.executor import Rest
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.network import Network, backward

@@ -21,12 +21,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from freescale.bubbles.book import Bubbles
 from freescale.config import TransportConfig
 from freescale.embedding.fused import Collection, FusedShard
+from freescale.embedding.ids import deduplicate
 from freescale.embedding.prioritized import Held, Journey, given
 from freescale.embedding.sharded import ShardedTables
-from freescale.embedding.sharder import PrioritizedEmbeddingCollection, Serve
 from freescale.embedding.tables import Table
-from freescale.embedding.unique import deduplicate
 from freescale.errors import UsageError
+from freescale.integrations.torchrec import PrioritizedEmbeddingCollection, Serve
 from freescale.log import warning_once
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from freescale.balance.exchange import Exchange
+from freescale.balance.sample_exchange import Exchange
 from freescale.data.batch import Batch
 from freescale.data.loader import prefetch
 

@@ -1,5 +1,6 @@
 """Where samples go, and how good that is. Pure: numpy and nothing else."""
 
+import heapq
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,3 +80,34 @@ def judged(problem: Problem, rank: Ints) -> Placement:
     samples = float(moved.mean()) if len(rank) else 0.0
     tokens = float(problem.tokens[moved].sum() / max(1, problem.tokens.sum()))
     return Placement(rank, reached, at_home, best, samples, tokens)
+
+
+def zigzag(problem: Problem) -> Ints:
+    """The paper's: largest first, to the ranks in order, then in reverse order, and so on. Counts are equal."""
+    place = np.arange(len(problem.costs))
+    turn, seat = place // problem.world_size, place % problem.world_size
+    rank = np.empty(len(place), dtype=np.int64)
+    rank[_largest_first(problem)] = np.where(turn % 2 == 0, seat, problem.world_size - 1 - seat)
+    return rank
+
+
+def lpt(problem: Problem) -> Ints:
+    """Largest first, each to the rank that would have it done earliest and may still take one."""
+    each, one_more = divmod(len(problem.costs), problem.world_size)
+    rank, counts = np.empty(len(problem.costs), dtype=np.int64), [0] * problem.world_size
+    free, limited = [(0.0, r) for r in range(problem.world_size)], problem.equal_counts
+    for sample in _largest_first(problem).tolist():
+        while limited and counts[free[0][1]] == each and not one_more:
+            heapq.heappop(free)
+        done, r = heapq.heappop(free)
+        rank[sample] = r
+        counts[r] += 1
+        if not limited or counts[r] <= each:
+            heapq.heappush(free, (done + problem.costs[sample] / problem.speeds[r], r))
+        else:
+            one_more -= 1
+    return rank
+
+
+def _largest_first(problem: Problem) -> Ints:
+    return np.argsort(-problem.costs, kind="stable")

@@ -12,10 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from freescale.balance.place import deal
-from freescale.balance.place.level import level
-from freescale.balance.place.placement import Ints, Placement, Problem, judged
-from freescale.balance.place.shed import shed
+from freescale.balance.placement import Ints, Placement, Problem, judged, lpt, zigzag
+from freescale.balance.rebalance import level, shed
 
 Strategy = Literal["shed", "zigzag", "lpt"]
 TOLERANCE = 0.0045
@@ -46,10 +44,7 @@ def assign(
     speed = np.ones(world_size) if speeds is None else np.asarray(speeds, dtype=np.float64)
     host = np.zeros(world_size, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
     problem = _checked(Problem(cost, home, world_size, token, speed, host, max_tokens, equal_counts))
-    if strategy == "shed":
-        found = _shed(problem, tolerance)
-    else:
-        found = [{"zigzag": deal.zigzag, "lpt": deal.lpt}[strategy](problem)]
+    found = _shed(problem, tolerance) if strategy == "shed" else [{"zigzag": zigzag, "lpt": lpt}[strategy](problem)]
     # Staying at home comes first, so that nothing moves where moving wins nothing.
     placements = [judged(problem, rank) for rank in (problem.homes, *found) if _allowed(problem, rank)]
     _require(len(placements) > 0, f"found no placement within max_tokens = {max_tokens}")
@@ -64,7 +59,7 @@ def _shed(problem: Problem, tolerance: float) -> list[Ints]:
     if _allowed(problem, found) and problem.times(found).max(initial=0.0) <= aim * (1 + 1e-12):
         return [found]
     by_tokens = replace(problem, costs=problem.tokens.astype(np.float64))
-    return [found, deal.lpt(problem), *([] if problem.max_tokens is None else [deal.lpt(by_tokens)])]
+    return [found, lpt(problem), *([] if problem.max_tokens is None else [lpt(by_tokens)])]
 
 
 def _allowed(problem: Problem, rank: Ints) -> bool:

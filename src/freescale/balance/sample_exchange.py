@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.balance.place.placement import Floats, Ints, Placement
+from freescale.balance.placement import Floats, Ints, Placement
 from freescale.data.batch import Events
 from freescale.errors import TransportError
 from freescale.transport.base import Transport

@@ -1,1 +1,0 @@
-"""Where samples go. Pure: from costs and homes to ranks, by moving the excess or by dealing anew."""

@@ -1,0 +1,1 @@
+"""What the trainers of others import: `ddp` for any DDP trainer, `torchrec` for any TorchRec trainer."""
