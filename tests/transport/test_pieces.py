@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from freescale.transport import chunked as pieces
 from freescale.transport.c10d import C10d
+from freescale.transport.handle import Work
 from freescale.transport.chunked import ChunkedTransport
 from freescale.transport.world import clone_group
 from tests.support.ranks import Ranks, World
@@ -42,19 +44,73 @@ def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
     return True
 
 
-def paused(world: World) -> tuple[float, float]:
-    """When something urgent ended that one rank was late for, and when something deferred did that began meanwhile."""
-    urgent, deferred = lanes(world)
+class Unmeasured:
+    """A piece that nobody measures."""
+
+    def on_wait(self) -> None:
+        pass
+
+    def on_complete(self) -> None:
+        pass
+
+
+class Asked(C10d):
+    """Urgent transfers that count how often somebody looks whether one is under way, and finds that one is."""
+
+    def __init__(self, like: C10d) -> None:
+        super().__init__(like.group, like.peers.store, timeout=like.timeout)
+        self.found_busy = 0
+
+    def busy(self, rate: float = 0.0) -> bool:
+        busy = super().busy(rate)
+        self.found_busy += busy
+        if self.found_busy == 20:
+            self.peers.store.set("deferred has had its chance", "1")
+        return busy
+
+
+def gives_way(world: World, transfer: str) -> list[bool]:
+    """Whether something urgent was under way as each piece of something deferred began, on rank 0.
+
+    Rank 0 begins something urgent before a given piece. Rank 1 joins that only when rank 0 has looked for it 20 times,
+    or has begun another piece: what is urgent is under way for as long as it takes to see what rank 0 does.
+    """
+    pieces.CHUNK_BYTES["cpu"] = 800
+    plain, deferred = lanes(world)
+    urgent = Asked(plain)
     transport = ChunkedTransport(deferred, urgent=urgent)
-    ones = torch.ones(4)
-    if world.rank == 1:
-        time.sleep(0.3)
-    handle = urgent.all_reduce(torch.ones(1), name="urgent")
-    transport.all_to_all(ones, [2, 2], [2, 2], name="deferred")
-    ended = time.monotonic()
-    busy = urgent.busy()
-    handle.wait()
-    return float(busy), ended
+    begun: list[bool] = []
+    moving: list[Work[torch.Tensor]] = []
+
+    def piece_begins(_name: str, _size: int) -> Unmeasured:
+        begun.append(C10d.busy(urgent))
+        if moving:
+            world.store.set("deferred has had its chance", "1")
+        elif transfer == "all_to_all" and len(begun) == 2:
+            moving.append(urgent.all_reduce(torch.ones(1), name="urgent"))
+        return Unmeasured()
+
+    def defer() -> None:
+        if transfer == "all_reduce":
+            transport.all_reduce(torch.ones(4), name="deferred")
+        else:
+            transport.all_to_all(torch.ones(1000), [500, 500], [500, 500], name="deferred")
+
+    world.store.delete_key("deferred has had its chance")
+    plain.sum(0, name="both are here")
+    if world.rank == 0:
+        transport.add_tracer(piece_begins)
+        if transfer == "all_reduce":
+            moving.append(urgent.all_reduce(torch.ones(1), name="urgent"))
+        defer()
+    else:
+        behind = threading.Thread(target=defer)
+        behind.start()
+        world.store.wait(["deferred has had its chance"], timedelta(seconds=60))
+        moving.append(urgent.all_reduce(torch.ones(1), name="urgent"))
+        behind.join()
+    moving[0].wait()
+    return begun
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -69,13 +125,13 @@ def test_rows_arrive_in_order_whatever_the_pieces(ranks: Ranks, piece_bytes: int
     assert all(ranks.run(exchange, 6, piece_bytes))
 
 
-@pytest.mark.quiet
-def test_nothing_deferred_moves_while_something_urgent_is_under_way() -> None:
+@pytest.mark.parametrize(("transfer", "pieces_of_it"), [("all_to_all", 5), ("all_reduce", 1)])
+def test_deferred_traffic_gives_way_to_urgent_traffic(transfer: str, pieces_of_it: int) -> None:
     started = Ranks(2)
-    began = time.monotonic()
-    results = started.run(paused)
-    started.close()
-    assert all(not busy and ended - began >= 0.3 for busy, ended in results)
+    try:
+        assert started.run(gives_way, transfer)[0] == [False] * pieces_of_it
+    finally:
+        started.close()
 
 
 def passed(world: World) -> tuple[float, float]:
