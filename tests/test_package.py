@@ -58,7 +58,10 @@ def test_public_names_load_lazily_and_all_exist() -> None:
 
 
 def test_the_pinned_sets_name_exact_versions_and_nothing_else() -> None:
-    for file in sorted((Path(__file__).parents[1] / "requirements").iterdir()):
+    files = sorted((Path(__file__).parents[1] / "requirements").iterdir())
+    assert [file.name for file in files] == ["cpu.txt", "cuda.txt", "docs.txt"]
+    for file in files:
+        assert "==" in file.read_text()
         for line in file.read_text().splitlines():
             assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line), line
 

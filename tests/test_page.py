@@ -85,5 +85,6 @@ def test_a_chart_can_be_drawn_of_any_values(values: list[float], log: bool) -> N
     positions = [float(i + 1) for i in range(len(values))]
     drawn = page.line_chart([page.Series("s", positions, values)], page.Axis("x", log=log), page.Axis("y", log=log))
     numbers = [float(n) for n in re.findall(r'c[xy]="(-?[\d.]+)"', drawn)]
+    assert len(numbers) == 2 * len(values)
     assert all(0 <= number <= 640 for number in numbers)
     page.histogram([1.0, 2.0, 3.0], [0.0, 5.0], page.Axis("x", log=log), page.Axis("y"))

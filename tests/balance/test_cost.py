@@ -63,4 +63,4 @@ def test_equal_samples_make_nobody_wait_and_one_giant_cannot_be_balanced_away() 
     assert (equal.max_over_mean, equal.straggler_share, equal.best_share) == (1.0, 0.0, 0.0)
     giant = random_batches(np.array([1.0, 1e6]), np.array([999, 1]), world_size=64, batch=16)
     assert giant.best_share > 0.5
-    assert giant.recoverable_share >= 0
+    assert 0 <= giant.recoverable_share < 0.01

@@ -97,6 +97,7 @@ def test_another_process_with_the_number_of_the_dead_one_is_not_taken_for_it(tmp
     left_by(tmp_path, replace(Holder.this_process(), start=1))
     with RunLock(tmp_path) as lock:
         lock.acquire()
+        assert json.loads((tmp_path / NAME).read_text())["start"] == Holder.this_process().start
 
 
 def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Path) -> None:

@@ -60,12 +60,15 @@ def test_only_the_columns_asked_for_are_read(dataset: Path) -> None:
 
 
 def test_long_histories_keep_their_most_recent_events(dataset: Path, table: pa.Table) -> None:
+    kept: list[int] = []
     for batch in loader(dataset, max_history=4):
+        kept += ids(batch)
         offsets = batch.history.offsets.tolist()
         for i, row in enumerate(ids(batch)):
             assert (
                 batch.history["timestamp"][offsets[i] : offsets[i + 1]].tolist() == table["timestamp"][row].as_py()[-4:]
             )
+    assert sorted(kept) == list(range(len(table)))
 
 
 @pytest.mark.parametrize(("split", "time"), [("last", 0), ("time", 150_004)])
