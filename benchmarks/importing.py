@@ -3,7 +3,8 @@
     python benchmarks/importing.py [--events 20000000 60000000] [--memory-mb 256] [--out FILE.json]
 
 Writes event logs of growing size as CSV, in no order, and imports each in a process of its own. An import that is not
-bounded would grow with the log.
+bounded would grow with the log. Beside memory: the buckets on disk that the log was divided into, and the events that
+came out.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 
 import record
 
@@ -51,16 +53,28 @@ def measure(log: Path, target: Path, memory_mb: int) -> dict[str, float]:
     ]
     begin = time.perf_counter()
     child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
-    watched, peak = psutil.Process(child.pid), 0
+    watched, peak, buckets = psutil.Process(child.pid), 0, 0
     while child.poll() is None:
         try:
             peak = max(peak, watched.memory_info().rss)
         except psutil.Error:
             break
+        buckets = max(buckets, len(list(target.parent.glob(".freescale-import-*/buckets-events/*"))))
         time.sleep(0.02)
     if child.wait() != 0:
         raise RuntimeError(f"the import ended with {child.returncode}")
-    return {"seconds": round(time.perf_counter() - begin, 1), "peak_mb": round(peak / 2**20)}
+    seconds = round(time.perf_counter() - begin, 1)
+    found = {"buckets": buckets, "imported_events": events_in(target)}
+    return {"seconds": seconds, "peak_mb": round(peak / 2**20), **found}
+
+
+def events_in(folder: Path) -> int:
+    """Events of all histories of a data set, counted in its files."""
+    files = [pq.ParquetFile(path) for path in folder.rglob("*.parquet")]
+    logs = [file for file in files if "item_id" in file.schema_arrow.names]
+    return sum(
+        len(batch.column("item_id").flatten()) for file in logs for batch in file.iter_batches(columns=["item_id"])
+    )
 
 
 def main() -> None:
