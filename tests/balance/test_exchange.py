@@ -104,6 +104,7 @@ def batches(world: World, path: str, mode: str, steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_holds_the_samples_that_it_would_hold_anyway(groups: dict[int, Ranks], log: Path, ranks: int) -> None:
     plain, dealt = (groups[ranks].run(batches, str(log), mode, 100) for mode in ("off", "on"))
+    assert len(plain[0]) == 12
     for of_step in zip(*plain, *dealt, strict=True):
         assert sorted(np.concatenate(of_step[:ranks])) == sorted(np.concatenate(of_step[ranks:]))
 
