@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy._core import _multiarray_umath
+from numpy._core import _multiarray_umath  # type: ignore[missing-module-attribute]
 from numpy.typing import NDArray
 
 from freescale.balance.assign import Strategy, assign
@@ -73,11 +73,12 @@ def test_whatever_the_samples_each_has_one_rank_and_no_step_gets_longer(problem:
 def plan_digest() -> str:
     """Of the plans of some steps with many equal costs, which an unstable sort puts in an order of its own."""
     found = hashlib.sha256()
-    for seed, strategy in itertools.product(range(4), ("shed", "zigzag", "lpt")):
+    strategies: tuple[Strategy, ...] = ("shed", "zigzag", "lpt")
+    for seed, strategy in itertools.product(range(4), strategies):
         costs = np.random.default_rng(seed).integers(1, 40, 1024) ** 2
         for equal_counts in (False, True):
             placed = assign(
-                costs, np.arange(1024) * 7 % 1024 // 128, ranks=8, equal_counts=equal_counts, strategy=strategy
+                costs, np.arange(1024) * 7 % 1024 // 128, world_size=8, equal_counts=equal_counts, strategy=strategy
             )
             found.update(placed.rank.tobytes())
     return found.hexdigest()
@@ -155,11 +156,11 @@ def test_the_plan_does_not_depend_on_the_order_in_which_costs_are_added(equal_co
         np.append(grid.T.ravel(), 0.1 * np.arange(200, 208)),
         np.append(np.repeat(np.arange(ranks), each), [0] * 8),
     )
-    plan = assign(costs, home, ranks=ranks, equal_counts=equal_counts).rank
+    plan = assign(costs, home, world_size=ranks, equal_counts=equal_counts).rank
     assert (plan != home).sum() >= 6
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(costs))
-        shuffled = assign(costs[order], home[order], ranks=ranks, equal_counts=equal_counts)
+        shuffled = assign(costs[order], home[order], world_size=ranks, equal_counts=equal_counts)
         assert np.array_equal(shuffled.rank, plan[order]), seed
 
 
