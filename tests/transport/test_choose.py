@@ -48,7 +48,7 @@ def loads_copy_engine(world: World) -> bool:
     """Whether opening every possible way loads the one that speaks to CUDA."""
     ways = TransportFactory(joined(world))
     for name in ways.available:
-        ways.make(name)
+        ways.create(name)
     return "freescale.transport.copy_engine" in sys.modules
 
 

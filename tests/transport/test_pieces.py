@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from freescale.transport import chunked as pieces
+from freescale.transport.base import Work
 from freescale.transport.c10d import C10d
-from freescale.transport.handle import Work
 from freescale.transport.chunked import ChunkedTransport
 from freescale.transport.world import clone_group
 from tests.support.ranks import Ranks, World
