@@ -25,7 +25,7 @@ from freescale.config import resolve
 from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
-from freescale.embedding.ids import Wanted, deduplicate
+from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.train.build import assemble, build, model_of
 from freescale.train.network import data_parallel
 from freescale.train.trainer import Trainer
@@ -46,7 +46,7 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
         inputs = network.model.prepare(batch)
         count = world.transport.sum(inputs.count, name="bare count")
         unique, index = deduplicate(inputs.ids["item"], rows=items)
-        wanted = {"item": Wanted(unique, index)}
+        wanted = {"item": UniqueIds(unique, index)}
         route = exchange.send_ids(wanted)
         rows = exchange.send_rows(route, tables.look_up(route)).wait()["item"].requires_grad_()
         (parallel(inputs, wanted, {"item": rows}) / count).backward()

@@ -12,13 +12,13 @@ IDS = st.lists(st.integers(0, 30), max_size=40)
 @given(IDS, IDS)
 def test_shared_ids_are_those_in_both(this: list[int], following: list[int]) -> None:
     shared = split(torch.tensor(this, dtype=torch.int64), torch.tensor(following, dtype=torch.int64))
-    assert shared.of_this.tolist() == [one in following for one in this]
-    assert shared.of_next.tolist() == [one in this for one in following]
+    assert shared.in_next.tolist() == [one in following for one in this]
+    assert shared.in_this.tolist() == [one in this for one in following]
 
 
 def test_ids_of_a_table_of_ten_billion_rows_are_no_different() -> None:
     this, following = torch.tensor([10**10 - 1, 5, 7]), torch.tensor([7, 10**10 - 1])
-    assert split(this, following).of_this.tolist() == [True, False, True]
+    assert split(this, following).in_next.tolist() == [True, False, True]
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5))

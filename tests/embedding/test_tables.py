@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freescale.config import RunConfig, TablesConfig
-from freescale.embedding.exchange import Exchange
+from freescale.embedding.exchange import EmbeddingExchange
 from freescale.embedding.fused import fused_shard
-from freescale.embedding.ids import Wanted, deduplicate, split
-from freescale.embedding.sharded import Shard, describe_sharded, plain_shard, shard_tables
+from freescale.embedding.ids import UniqueIds, deduplicate, split
+from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
 from freescale.embedding.tables import Table
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
@@ -24,7 +24,7 @@ def test_each_id_is_once_and_every_place_finds_its_own(ids: list[int], rows: int
     asked = torch.tensor(ids, dtype=torch.int64)
     wanted = deduplicate(asked, rows=rows)
     assert wanted.unique.tolist() == sorted(set(ids))
-    assert wanted.unique[wanted.index].tolist() == ids
+    assert wanted.unique[wanted.inverse].tolist() == ids
 
 
 @given(rows=st.integers(1, 200), ranks=st.integers(1, 9), ids=st.sets(st.integers(0, 199)))
@@ -50,7 +50,7 @@ def test_rows_begin_the_same_whoever_owns_them_and_spread_as_asked() -> None:
     assert not torch.equal(other, piece)
 
 
-def wanted_of(rank: int, seed: int) -> dict[str, Wanted]:
+def wanted_of(rank: int, seed: int) -> dict[str, UniqueIds]:
     """Some ids of each table; none at all for some ranks and tables."""
     rng = np.random.default_rng([seed, rank])
     found = {}
@@ -67,14 +67,14 @@ def value_of(table: Table, ids: torch.Tensor) -> torch.Tensor:
 
 def divided(world: World, seed: int) -> dict[str, object]:
     """Ask for the rows of two batches part by part; gives what this rank asked for, and which of it is shared."""
-    exchange = Exchange(TABLES, joined(world).transport)
+    exchange = EmbeddingExchange(TABLES, joined(world).transport)
     wanted = [wanted_of(world.rank, seed), wanted_of(world.rank, seed + 1)]
     this, following = (exchange.send_ids(one) for one in wanted)
-    shared = {t.name: split(this.local[t.name], following.local[t.name]) for t in TABLES}
+    shared = {t.name: split(this.local_rows[t.name], following.local_rows[t.name]) for t in TABLES}
     first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
     for parts, ids in zip(exchange.send_split(this, following, shared), wanted, strict=True):
-        for route, meant in ((parts.shared, parts.mask), (parts.others, {n: ~m for n, m in parts.mask.items()})):
-            rows = {t.name: value_of(t, route.local[t.name] + first[t.name]) for t in TABLES}
+        for route, meant in ((parts.shared, parts.mask), (parts.exclusive, {n: ~m for n, m in parts.mask.items()})):
+            rows = {t.name: value_of(t, route.local_rows[t.name] + first[t.name]) for t in TABLES}
             got = exchange.send_rows(route, rows).wait()
             for table in TABLES:
                 assert torch.equal(got[table.name], value_of(table, ids[table.name].unique[meant[table.name]]))
@@ -102,11 +102,11 @@ def test_rows_travel_part_by_part_and_everyone_knows_which_are_shared(
 
 def fetch(world: World, seed: int) -> bool:
     """Ask for rows of several tables and widths; owners answer with rows that tell who they are."""
-    exchange = Exchange(TABLES, joined(world).transport)
+    exchange = EmbeddingExchange(TABLES, joined(world).transport)
     wanted = wanted_of(world.rank, seed)
     route = exchange.send_ids(wanted)
     first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
-    rows = {table.name: value_of(table, route.local[table.name] + first[table.name]) for table in TABLES}
+    rows = {table.name: value_of(table, route.local_rows[table.name] + first[table.name]) for table in TABLES}
     got = exchange.send_rows(route, rows).wait()
     back = exchange.send_gradients(route, got).wait()
     there = all(torch.equal(got[table.name], value_of(table, wanted[table.name].unique)) for table in TABLES)
@@ -197,7 +197,7 @@ def test_rows_that_are_changed_in_two_parts_are_bitwise_those_that_are_changed_a
 def told(world: World) -> list[str]:
     one = joined(world)
     tables = shard_tables([Table("item", 1_000_000, 64)], RunConfig(), one, one.transport, torch.float32)
-    return describe_sharded(tables, world.ranks)
+    return describe_sharded_tables(tables, world.ranks)
 
 
 def test_the_plan_says_where_rows_live_and_what_they_cost(groups: dict[int, Ranks]) -> None:

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import freescale as fs
-from freescale.embedding.prioritized import Held
+from freescale.embedding.prioritized import EmbeddingMemory
 from freescale.errors import ConfigError, FreeScaleError, UsageError
 from tests.support.ranks import Ranks, World
 from tests.support.torchrec_model import Batch, Theirs, batches, sharded
@@ -177,7 +177,7 @@ def test_what_would_not_be_exact_is_refused_with_the_reason(
         assert "remedy" in said
 
 
-def memory(world: World) -> tuple[Held, Held]:
+def memory(world: World) -> tuple[EmbeddingMemory, EmbeddingMemory]:
     """What was held between steps, and what one batch needs at most: ids, rows, gradients; asked here and there."""
     loader = list(batches(world, 1, 30, 0.3))
     pipeline = pipeline_of(model_of(world, True), loader)
@@ -187,7 +187,7 @@ def memory(world: World) -> tuple[Held, Held]:
     most = torch.tensor(ids)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     asked = int(most) * world.ranks
-    return pipeline.held, Held(8 * asked, 64 * asked, 64 * asked)
+    return pipeline.held, EmbeddingMemory(8 * asked, 64 * asked, 64 * asked)
 
 
 def test_between_steps_one_batch_of_rows_is_held_one_of_gradients_and_two_of_ids(groups: dict[int, Ranks]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from freescale.config import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
-from freescale.embedding.exchange import Route
+from freescale.embedding.exchange import AllToAllPlan
 from freescale.models.protocol import Model
 from freescale.train.build import build
 from freescale.train.step import LearningRates
@@ -107,8 +107,8 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
     assert tables is not None
     update = tables.update
 
-    def keep_rows(route: Route, arrived: dict[str, torch.Tensor], **more: Any) -> None:
-        for name, rows in route.local.items():
+    def keep_rows(route: AllToAllPlan, arrived: dict[str, torch.Tensor], **more: Any) -> None:
+        for name, rows in route.local_rows.items():
             found[name] = torch.zeros_like(tables.shard.state()[name]).index_add(0, rows, arrived[name])
         update(route, arrived, **more)
 

@@ -28,7 +28,7 @@ from freescale.bubbles.book import Bubbles
 from freescale.bubbles.ddp import watched as watched_hook
 from freescale.config import RunConfig
 from freescale.data.loader import Loader, prefetch
-from freescale.embedding.fused import Collection, collection_of, planned
+from freescale.embedding.fused import FusedCollection, embedding_collection, shard_row_wise
 from freescale.embedding.ids import deduplicate
 from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
@@ -175,12 +175,12 @@ def _first_places(ids: Tensor, rows: int) -> Tensor:
 def _sharded(config: RunConfig, world: World, model: Model) -> DistributedModelParallel:
     """Planned and filled as the trainer's tables are."""
     tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
-    whole = OverTorchRec(model, collection_of(tables))
+    whole = OverTorchRec(model, embedding_collection(tables))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # TorchRec's own call of DDP
-        parallel = planned(whole, tables, config.tables, world.group, world.device)
+        parallel = shard_row_wise(whole, tables, config.tables, world.group, world.device)
     (rows,) = [module for module in parallel.modules() if isinstance(module, ShardedEmbeddingCollection)]
-    fill(tables, Collection(rows, {table.name: table.name for table in tables}).weights, config, world)
+    fill(tables, FusedCollection(rows, {table.name: table.name for table in tables}).weights, config, world)
     return parallel
 
 

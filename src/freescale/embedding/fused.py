@@ -45,9 +45,9 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # advice 
 class FusedShard:
     """Rows and their optimizer, in FBGEMM: those of one or more of TorchRec's sharded collections."""
 
-    def __init__(self, collections: Sequence["Collection"]) -> None:
+    def __init__(self, collections: Sequence["FusedCollection"]) -> None:
         self._collections = collections
-        self._updating, self.steady_rates = threading.Lock(), threading.Lock()
+        self._updating, self.lr_lock = threading.Lock(), threading.Lock()
         """The second: nobody else sets a learning rate meanwhile. An update's is what its kernel has at the lookup."""
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -59,13 +59,13 @@ class FusedShard:
         """Run the backward pass of a lookup, which holds the optimizer."""
         with self._updating:
             for one in self._collections:
-                with self.steady_rates:
+                with self.lr_lock:
                     output = one.look_up(local, lr[one.names[0]])
                 output.backward(torch.cat([gradients[name] for name in one.names]).view_as(output))
 
-    def rates(self) -> dict[str, float]:
+    def learning_rates(self) -> dict[str, float]:
         """Learning rates as they are set now, by table."""
-        with self.steady_rates:
+        with self.lr_lock:
             return {name: one.kernel.get_learning_rate() for one in self._collections for name in one.names}
 
     def state(self) -> dict[str, Tensor]:
@@ -73,11 +73,11 @@ class FusedShard:
         return {name: values for one in self._collections for name, values in one.state().items()}
 
 
-class Collection:
+class FusedCollection:
     """The own rows of one of TorchRec's sharded collections. `named`: what its tables are called here."""
 
     def __init__(self, sharded: ShardedEmbeddingCollection, named: Mapping[str, str]) -> None:
-        module = kernel_of(sharded)
+        module = fused_kernel(sharded)
         self.kernel: SplitTableBatchedEmbeddingBagsCodegen = module.emb_module
         self.names = [named[table.name] for table in module.config.embedding_tables]
         self.weights: dict[str, Tensor] = dict(zip(self.names, self.kernel.split_embedding_weights(), strict=True))
@@ -103,7 +103,7 @@ class Collection:
         return self.weights | {f"{name}.sum": state[0] for name, state in zip(self.names, sums, strict=False)}
 
 
-def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
+def fused_kernel(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
     """What keeps the rows of a collection; refused unless a step's update can be done in two parts exactly."""
     lookups: list[Any] = sharded._lookups
     modules = [module for lookup in lookups for module in lookup._emb_modules]
@@ -117,9 +117,9 @@ def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
         raise ConfigError(what, where=where, remedy=remedy)
     kernel: SplitTableBatchedEmbeddingBagsCodegen = modules[0].emb_module
     if kernel.weights_precision != SparseType.FP32:
-        raise not_exact(f"rows of {kernel.weights_precision.value} are rounded at random", where)
+        raise not_exact_error(f"rows of {kernel.weights_precision.value} are rounded at random", where)
     if kernel.optimizer_args.weight_decay_mode not in _LOCAL_DECAY:
-        raise not_exact("its weight decay depends on more than the rows of a batch", where)
+        raise not_exact_error("its weight decay depends on more than the rows of a batch", where)
     require_exact(kernel.optimizer, where)
     return modules[0]
 
@@ -127,10 +127,10 @@ def kernel_of(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
 def require_exact(optimizer: EmbOptimType, where: str) -> None:
     """Refuse an optimizer that learns something else when a step's rows are changed in two parts."""
     if optimizer not in _OPTIMIZERS.values():
-        raise not_exact(f"{optimizer} counts its updates, or changes rows that no batch read", where)
+        raise not_exact_error(f"{optimizer} counts its updates, or changes rows that no batch read", where)
 
 
-def not_exact(why: str, where: str) -> ConfigError:
+def not_exact_error(why: str, where: str) -> ConfigError:
     """What is said to somebody whose tables cannot be changed in two parts."""
     remedy = "use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it"
     return ConfigError(f"prioritized embeddings would not be exact: {why}", where=where, remedy=remedy)
@@ -139,15 +139,15 @@ def not_exact(why: str, where: str) -> ConfigError:
 def fused_shard(tables: Sequence[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> FusedShard:
     """Plan, shard and allocate tables, one collection per width."""
     sharded = [(_sharded(of_width, config, group, device), of_width) for of_width in by_dim(tables)]
-    return FusedShard([Collection(one, {t.name: t.name for t in of_width}) for one, of_width in sharded])
+    return FusedShard([FusedCollection(one, {t.name: t.name for t in of_width}) for one, of_width in sharded])
 
 
 def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> Any:
     """One row-wise ShardedEmbeddingCollection."""
-    return planned(collection_of(tables), tables, config, group, device, init_data_parallel=False).module
+    return shard_row_wise(embedding_collection(tables), tables, config, group, device, init_data_parallel=False).module
 
 
-def collection_of(tables: Sequence[Table]) -> EmbeddingCollection:
+def embedding_collection(tables: Sequence[Table]) -> EmbeddingCollection:
     """Tables as TorchRec describes them before it shards them; each is one feature."""
     configs = [
         EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]) for t in tables
@@ -155,7 +155,7 @@ def collection_of(tables: Sequence[Table]) -> EmbeddingCollection:
     return EmbeddingCollection(device=torch.device("meta"), tables=configs)
 
 
-def planned(
+def shard_row_wise(
     module: nn.Module,
     tables: Sequence[Table],
     config: TablesConfig,

@@ -9,41 +9,41 @@ from torch import Tensor
 _DENSE = 4  # a mark per row of the table is cheaper than sorting while the table has at most so many rows per id
 
 
-class Wanted(NamedTuple):
+class UniqueIds(NamedTuple):
     """The rows that a batch needs of one table."""
 
     unique: Tensor
     """Ascending."""
-    index: Tensor
+    inverse: Tensor
     """Where each id that was asked for stands in `unique`; of the shape of those ids."""
 
 
-def deduplicate(ids: Tensor, *, rows: int) -> Wanted:
+def deduplicate(ids: Tensor, *, rows: int) -> UniqueIds:
     """Find the distinct ids of a table with so many rows."""
     if rows > _DENSE * ids.numel():
-        return Wanted(*torch.unique(ids, return_inverse=True))
+        return UniqueIds(*torch.unique(ids, return_inverse=True))
     place = torch.zeros(rows, dtype=torch.int64, device=ids.device)
     place[ids] = 1
     unique = place.nonzero()[:, 0]
-    return Wanted(unique, (place.cumsum(0) - 1)[ids])
+    return UniqueIds(unique, (place.cumsum(0) - 1)[ids])
 
 
 _BITS = 8
 
 
-class Shared(NamedTuple):
+class SharedIds(NamedTuple):
     """Of the ids of two batches: which of them are in the other one too."""
 
-    of_this: Tensor
-    of_next: Tensor
+    in_next: Tensor
+    in_this: Tensor
 
 
-def split(this: Tensor, following: Tensor) -> Shared:
+def split(this: Tensor, following: Tensor) -> SharedIds:
     """Compare the ids of a batch and of the next one; any order, duplicates welcome."""
-    return Shared(_among(this, following), _among(following, this))
+    return SharedIds(_is_in(this, following), _is_in(following, this))
 
 
-def _among(ids: Tensor, others: Tensor) -> Tensor:
+def _is_in(ids: Tensor, others: Tensor) -> Tensor:
     if not len(ids) or not len(others):
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     ordered = others.sort().values
@@ -59,17 +59,17 @@ def packed_sizes(sizes: Sequence[int]) -> list[int]:
 def pack(masks: Tensor, sizes: Sequence[int]) -> Tensor:
     """Masks of these sizes, laid end to end, as bits; every mask begins with a byte of its own."""
     bits = torch.zeros(_BITS * sum(packed_sizes(sizes)), dtype=torch.uint8, device=masks.device)
-    bits[_places(sizes, masks.device)] = masks.to(torch.uint8)
+    bits[_bit_positions(sizes, masks.device)] = masks.to(torch.uint8)
     return (bits.view(-1, _BITS) << _shifts(masks.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
     """The masks again, end to end."""
     bits = packed[:, None] >> _shifts(packed.device) & 1
-    return bits.flatten()[_places(sizes, packed.device)].bool()
+    return bits.flatten()[_bit_positions(sizes, packed.device)].bool()
 
 
-def _places(sizes: Sequence[int], device: torch.device) -> Tensor:
+def _bit_positions(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Where the bits of each mask stand."""
     of_masks = torch.tensor([sizes, packed_sizes(sizes)], device=device)
     ends = of_masks.cumsum(1)

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from freescale.embedding.exchange import Parts, Route
-from freescale.embedding.ids import Shared, Wanted, split
+from freescale.embedding.exchange import AllToAllPlan, SplitPlan
+from freescale.embedding.ids import SharedIds, UniqueIds, split
 from freescale.embedding.sharded import ShardedTables
 
 T = TypeVar("T")
@@ -22,46 +22,46 @@ V = TypeVar("V")
 
 
 @dataclass
-class Journey:
+class EmbeddingContext:
     """The rows of one batch on their way: what one operation leaves for the next."""
 
-    wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    unique_ids: Mapping[str, UniqueIds] = field(default_factory=dict)
     """The distinct ids of the batch, per table."""
-    before: "Journey | None" = None
+    previous: "EmbeddingContext | None" = None
     """Of the batch before, until it is known which rows both have."""
     lr: Mapping[str, float] = field(default_factory=dict)
     """Learning rate of each table in the step that computes the batch."""
     exhausted: bool = False
     """Whether this rank has no batch here: its loader ended before the step."""
-    route: Route | None = None
-    shared: dict[str, Shared] = field(default_factory=dict)
+    plan: AllToAllPlan | None = None
+    shared: dict[str, SharedIds] = field(default_factory=dict)
     """Of own rows that were asked for: which are in the batch before too, and which of that one's are in this."""
-    arrives: Parts | None = None
+    fetch_split: SplitPlan | None = None
     """How rows come: those that the batch before has too, and the others."""
-    leaves: Parts | None = None
+    gradient_split: SplitPlan | None = None
     """How gradients go: those of rows that the next batch has too, and the others. None without a next one."""
-    looked_up: dict[str, Tensor] = field(default_factory=dict)
+    looked_up_rows: dict[str, Tensor] = field(default_factory=dict)
     """Own rows that are about to be sent."""
-    collided: dict[str, Tensor] = field(default_factory=dict)
+    collision_rows: dict[str, Tensor] = field(default_factory=dict)
     """The same, of those that the batch before has too."""
     rows: dict[str, Tensor] | None = None
     """Rows that travelled here. Their gradients gather in them."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of own rows, from all ranks."""
-    put_off: dict[str, Tensor] = field(default_factory=dict)
+    deferred_grads: dict[str, Tensor] = field(default_factory=dict)
     """The same, of those that came behind the next step."""
-    void: bool = False
+    skip_update: bool = False
     """Whether its gradients must change nothing, wherever they are by now: the same on all ranks."""
 
     @property
     def canceled(self) -> bool:
         """Whether some rank has no such batch, so that no rank computes it. Known once ids were exchanged."""
-        return self.route is not None and bool(self.route.exhausted)
+        return self.plan is not None and bool(self.plan.exhausted)
 
     @property
     def row_gradients(self) -> dict[str, Tensor]:
         """Of all rows that travelled here."""
-        rows = given(self.rows)
+        rows = require(self.rows)
         return {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in rows.items()}
 
 
@@ -71,97 +71,101 @@ class RowOperations:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
 
-    def send_ids(self, journey: Journey, lane: str) -> None:
+    def send_ids(self, context: EmbeddingContext, lane: str) -> None:
         """Ask the owners of the rows for them."""
-        journey.route = self._tables.exchanges[lane].send_ids(journey.wanted, exhausted=journey.exhausted)
+        context.plan = self._tables.exchanges[lane].send_ids(context.unique_ids, exhausted=context.exhausted)
 
-    def look_up(self, journey: Journey, _: str) -> None:
+    def look_up(self, context: EmbeddingContext, _: str) -> None:
         """Read the own rows that all ranks asked for."""
-        journey.looked_up = self._tables.look_up(given(journey.route))
+        context.looked_up_rows = self._tables.look_up(require(context.plan))
 
-    def send_rows(self, journey: Journey, lane: str) -> None:
+    def send_rows(self, context: EmbeddingContext, lane: str) -> None:
         """Send them to who asked. What arrives here is where gradients will gather."""
-        journey.rows = self._tables.exchanges[lane].send_rows(given(journey.route), _taken(journey.looked_up)).wait()
+        context.rows = (
+            self._tables.exchanges[lane].send_rows(require(context.plan), _take(context.looked_up_rows)).wait()
+        )
 
-    def send_gradients(self, journey: Journey, lane: str) -> None:
+    def send_gradients(self, context: EmbeddingContext, lane: str) -> None:
         """Send the gradients of the rows to their owners."""
         exchange = self._tables.exchanges[lane]
-        journey.gradients = exchange.send_gradients(given(journey.route), journey.row_gradients).wait()
+        context.gradients = exchange.send_gradients(require(context.plan), context.row_gradients).wait()
 
-    def update_rows(self, journey: Journey, _: str) -> None:
+    def update_rows(self, context: EmbeddingContext, _: str) -> None:
         """Change the own rows, each once."""
-        self._update(journey, given(journey.route), journey.gradients)
+        self._update(context, require(context.plan), context.gradients)
 
-    def split(self, journey: Journey, _: str) -> None:
+    def split(self, context: EmbeddingContext, _: str) -> None:
         """Find which own rows this batch and the one before have in common. The first one of a run has none before."""
-        before = {} if journey.before is None else given(journey.before.route).local
-        local = given(journey.route).local
-        journey.shared = {name: split(before.get(name, rows[:0]), rows) for name, rows in local.items()}
+        previous = {} if context.previous is None else require(context.previous.plan).local_rows
+        local_rows = require(context.plan).local_rows
+        context.shared = {name: split(previous.get(name, rows[:0]), rows) for name, rows in local_rows.items()}
 
-    def send_split(self, journey: Journey, lane: str) -> None:
+    def send_split(self, context: EmbeddingContext, lane: str) -> None:
         """Tell who asked for rows which of them those are, of both batches."""
-        route, before = given(journey.route), journey.before
-        there = route.nothing() if before is None else given(before.route)
-        leaves, journey.arrives = self._tables.exchanges[lane].send_split(there, route, _taken(journey.shared))
-        if before is not None:
-            before.leaves = leaves
-        journey.before = None
-        journey.rows = self._tables.room(journey.wanted)
+        plan, previous = require(context.plan), context.previous
+        previous_plan = plan.empty() if previous is None else require(previous.plan)
+        gradient_split, context.fetch_split = self._tables.exchanges[lane].send_split(
+            previous_plan, plan, _take(context.shared)
+        )
+        if previous is not None:
+            previous.gradient_split = gradient_split
+        context.previous = None
+        context.rows = self._tables.allocate_rows(context.unique_ids)
 
-    def look_up_exclusive(self, journey: Journey, _: str) -> None:
+    def look_up_exclusive(self, context: EmbeddingContext, _: str) -> None:
         """Read the rows that the batch before does not touch."""
-        journey.looked_up = self._tables.look_up(given(journey.arrives).others)
+        context.looked_up_rows = self._tables.look_up(require(context.fetch_split).exclusive)
 
-    def send_exclusive_rows(self, journey: Journey, lane: str) -> None:
+    def send_exclusive_rows(self, context: EmbeddingContext, lane: str) -> None:
         """Send them, behind compute."""
-        arrives = given(journey.arrives)
-        got = self._tables.exchanges[lane].send_rows(arrives.others, _taken(journey.looked_up)).wait()
-        _put(given(journey.rows), got, {name: ~mask for name, mask in arrives.mask.items()})
+        fetch_split = require(context.fetch_split)
+        got = self._tables.exchanges[lane].send_rows(fetch_split.exclusive, _take(context.looked_up_rows)).wait()
+        _scatter_rows(require(context.rows), got, {name: ~mask for name, mask in fetch_split.mask.items()})
 
-    def look_up_collision(self, journey: Journey, _: str) -> None:
+    def look_up_collision(self, context: EmbeddingContext, _: str) -> None:
         """Read the rows that the batch before has just changed."""
-        journey.collided = self._tables.look_up(given(journey.arrives).shared)
+        context.collision_rows = self._tables.look_up(require(context.fetch_split).shared)
 
-    def send_collision_rows(self, journey: Journey, lane: str) -> Callable[[], None]:
+    def send_collision_rows(self, context: EmbeddingContext, lane: str) -> Callable[[], None]:
         """Begin to send them; the next step waits for these."""
-        arrives = given(journey.arrives)
-        coming = self._tables.exchanges[lane].send_rows(arrives.shared, _taken(journey.collided))
-        return lambda: _put(given(journey.rows), coming.wait(), arrives.mask)
+        fetch_split = require(context.fetch_split)
+        coming = self._tables.exchanges[lane].send_rows(fetch_split.shared, _take(context.collision_rows))
+        return lambda: _scatter_rows(require(context.rows), coming.wait(), fetch_split.mask)
 
-    def send_urgent_gradients(self, journey: Journey, lane: str) -> Callable[[], None] | None:
+    def send_urgent_gradients(self, context: EmbeddingContext, lane: str) -> Callable[[], None] | None:
         """Begin to send the gradients of rows that the next batch reads."""
-        if journey.leaves is None:
+        if context.gradient_split is None:
             return None
-        some = {name: values[journey.leaves.mask[name]] for name, values in journey.row_gradients.items()}
-        coming = self._tables.exchanges[lane].send_gradients(journey.leaves.shared, some)
-        return lambda: journey.gradients.update(coming.wait())
+        some = {name: values[context.gradient_split.mask[name]] for name, values in context.row_gradients.items()}
+        coming = self._tables.exchanges[lane].send_gradients(context.gradient_split.shared, some)
+        return lambda: context.gradients.update(coming.wait())
 
-    def update_urgent(self, journey: Journey, _: str) -> None:
+    def update_urgent(self, context: EmbeddingContext, _: str) -> None:
         """Change those rows."""
-        if journey.leaves is not None:
-            self._update(journey, journey.leaves.shared, journey.gradients)
+        if context.gradient_split is not None:
+            self._update(context, context.gradient_split.shared, context.gradients)
 
-    def send_deferred_gradients(self, journey: Journey, lane: str) -> None:
+    def send_deferred_gradients(self, context: EmbeddingContext, lane: str) -> None:
         """Send all other gradients, behind the next step."""
-        gradients, route = _used_here(journey.row_gradients), given(journey.route)
-        if journey.leaves is not None:
-            mask, route = journey.leaves.mask, journey.leaves.others
+        gradients, plan = _record_stream(context.row_gradients), require(context.plan)
+        if context.gradient_split is not None:
+            mask, plan = context.gradient_split.mask, context.gradient_split.exclusive
             gradients = {name: values[~mask[name]] for name, values in gradients.items()}
-        journey.rows = None
-        journey.put_off = self._tables.exchanges[lane].send_gradients(route, gradients).wait()
+        context.rows = None
+        context.deferred_grads = self._tables.exchanges[lane].send_gradients(plan, gradients).wait()
 
-    def update_deferred(self, journey: Journey, _: str) -> None:
+    def update_deferred(self, context: EmbeddingContext, _: str) -> None:
         """Change the rows that were put off, with the learning rate of their own step."""
-        route = given(journey.route) if journey.leaves is None else journey.leaves.others
-        self._update(journey, route, journey.put_off)
+        plan = require(context.plan) if context.gradient_split is None else context.gradient_split.exclusive
+        self._update(context, plan, context.deferred_grads)
 
-    def _update(self, journey: Journey, route: Route, gradients: dict[str, Tensor]) -> None:
-        found = _taken(gradients)
-        if not journey.void:
-            self._tables.update(route, found, lr=journey.lr)
+    def _update(self, context: EmbeddingContext, plan: AllToAllPlan, gradients: dict[str, Tensor]) -> None:
+        found = _take(gradients)
+        if not context.skip_update:
+            self._tables.update(plan, found, lr=context.lr)
 
 
-class Held(NamedTuple):
+class EmbeddingMemory(NamedTuple):
     """Bytes that batches under way hold on this rank."""
 
     ids: int
@@ -169,34 +173,34 @@ class Held(NamedTuple):
     gradients: int
 
 
-def held(journeys: Iterable[Journey]) -> Held:
+def embedding_memory(contexts: Iterable[EmbeddingContext]) -> EmbeddingMemory:
     """Ids asked for, here and there; rows that came or are about to go; gradients of rows, on their way or arrived."""
     ids = rows = gradients = 0
-    for one in journeys:
-        ids += _bytes({name: wanted.unique for name, wanted in one.wanted.items()})
-        ids += 0 if one.route is None else _bytes(one.route.local)
+    for one in contexts:
+        ids += _bytes({name: unique_ids.unique for name, unique_ids in one.unique_ids.items()})
+        ids += 0 if one.plan is None else _bytes(one.plan.local_rows)
         came = one.rows or {}  # read once: another thread may be done with them meanwhile
-        rows += _bytes(came) + _bytes(one.looked_up) + _bytes(one.collided)
+        rows += _bytes(came) + _bytes(one.looked_up_rows) + _bytes(one.collision_rows)
         grown = {name: values.grad for name, values in came.items() if values.grad is not None}
-        gradients += _bytes(grown) + _bytes(one.gradients) + _bytes(one.put_off)
-    return Held(ids, rows, gradients)
+        gradients += _bytes(grown) + _bytes(one.gradients) + _bytes(one.deferred_grads)
+    return EmbeddingMemory(ids, rows, gradients)
 
 
-def given(value: T | None) -> T:
+def require(value: T | None) -> T:
     """What an earlier operation left."""
     if value is None:
         raise RuntimeError("an operation ran before the one that it needs; the schedule is wrong")
     return value
 
 
-def _taken(values: dict[str, V]) -> dict[str, V]:
+def _take(values: dict[str, V]) -> dict[str, V]:
     """What an earlier operation left, and nobody else needs: it is held no longer than it is used."""
     found = dict(values)
     values.clear()
     return found
 
 
-def _used_here(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """What another stream made, and is dropped before that stream knows that this one has used it."""
     for value in values.values():
         if value.is_cuda:
@@ -204,7 +208,7 @@ def _used_here(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def _put(rows: dict[str, Tensor], some: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:
+def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:
     """Lay rows that arrived to the others of their batch."""
     for name, values in some.items():
         rows[name][where[name]] = values

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from freescale.config import RunConfig, TablesConfig
-from freescale.embedding.exchange import Exchange, Route
-from freescale.embedding.ids import Wanted, deduplicate
+from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
+from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.tables import Table
 from freescale.log import warning_once
 from freescale.transport.base import Transport
@@ -79,32 +79,32 @@ class ShardedTables:
 
     def __init__(self, tables: Sequence[Table], shard: Shard, transport: Transport) -> None:
         self.tables, self.shard = list(tables), shard
-        self.exchanges = {"urgent": Exchange(tables, transport)}
+        self.exchanges = {"urgent": EmbeddingExchange(tables, transport)}
         state = shard.state()
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
     def add_lane(self, name: str, transport: Transport) -> None:
         """Let rows travel apart from what is urgent."""
-        self.exchanges[name] = Exchange(self.tables, transport)
+        self.exchanges[name] = EmbeddingExchange(self.tables, transport)
 
-    def look_up(self, route: Route) -> dict[str, Tensor]:
+    def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
         """Read the rows that all ranks asked this one for."""
-        return self.shard.look_up(route.local)
+        return self.shard.look_up(plan.local_rows)
 
-    def update(self, route: Route, gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
+    def update(self, plan: AllToAllPlan, gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Change those rows."""
-        self.shard.update(route.local, gradients, lr=lr)
+        self.shard.update(plan.local_rows, gradients, lr=lr)
 
-    def room(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
+    def allocate_rows(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
         """Where rows of distinct ids will lie."""
         like = self._rows_like
-        return {t.name: like[t.name].new_empty(len(wanted[t.name].unique), t.dim) for t in self.tables}
+        return {t.name: like[t.name].new_empty(len(unique_ids[t.name].unique), t.dim) for t in self.tables}
 
-    def read(self, wanted: Mapping[str, Wanted]) -> dict[str, Tensor]:
+    def read(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
         """Rows of distinct ids, when nothing will be updated. Every rank must take part."""
         exchange = self.exchanges["urgent"]
-        route = exchange.send_ids(wanted)
-        return exchange.send_rows(route, self.look_up(route)).wait()
+        plan = exchange.send_ids(unique_ids)
+        return exchange.send_rows(plan, self.look_up(plan)).wait()
 
 
 def shard_tables(
@@ -134,13 +134,13 @@ def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, 
         table.fill(own[table.name], first, seed=config.seed, deviation=config.tables.init)
 
 
-def describe_replicated(tables: Sequence[Table], dtype: torch.dtype) -> list[str]:
+def describe_replicated_tables(tables: Sequence[Table], dtype: torch.dtype) -> list[str]:
     """Every rank holds everything."""
     sizes = [(t, _mb(t.rows * t.dim * dtype.itemsize)) for t in tables]
     return [f"table {t.name}: {t.rows:,} x {t.dim}, a copy on every rank, {size}" for t, size in sizes]
 
 
-def describe_sharded(tables: ShardedTables, world_size: int) -> list[str]:
+def describe_sharded_tables(tables: ShardedTables, world_size: int) -> list[str]:
     """Rows dealt over the ranks; memory is that of the rank with the most rows."""
     state = tables.shard.state()
     lines = []

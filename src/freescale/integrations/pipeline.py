@@ -20,9 +20,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.bubbles.book import Bubbles
 from freescale.config import TransportConfig
-from freescale.embedding.fused import Collection, FusedShard
+from freescale.embedding.fused import FusedCollection, FusedShard
 from freescale.embedding.ids import deduplicate
-from freescale.embedding.prioritized import Held, Journey, given
+from freescale.embedding.prioritized import EmbeddingContext, EmbeddingMemory, require
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.tables import Table
 from freescale.errors import UsageError
@@ -44,7 +44,7 @@ class Flight(Generic[B]):
 
     batch: B | None
     """As the loader gave it. None when the loader of this rank has ended."""
-    embedding: Journey = field(default_factory=Journey)
+    embedding: EmbeddingContext = field(default_factory=EmbeddingContext)
     features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
     """Of each collection."""
     places: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Pipeline(Generic[B]):
         self._runner.executor.close()
 
     @property
-    def held(self) -> Held:
+    def held(self) -> EmbeddingMemory:
         """The most bytes that batches under way held on this rank between two steps."""
         return self._runner.peak_bytes
 
@@ -143,7 +143,7 @@ class Pipeline(Generic[B]):
         """Say what this rank did not train on because another one has no batch for the step of `flight`."""
         if flight.batch is not None:
             left = max(1, length_hint(self._loader) - steps)
-            ended = ", ".join(map(str, given(flight.embedding.route).exhausted))
+            ended = ", ".join(map(str, require(flight.embedding.plan).exhausted))
             warning_once(
                 f"pipeline: rank {self._rank} has at least {left} batches left that are not trained on, "
                 f"since the loaders of these ranks ended after step {steps}: {ended}"
@@ -153,7 +153,7 @@ class Pipeline(Generic[B]):
         """Bring the batch to the device and find the distinct ids of every table."""
         if flight.batch is None:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            flight.embedding.wanted = {
+            flight.embedding.unique_ids = {
                 table.name: deduplicate(nothing, rows=table.rows) for table in self._tables.tables
             }
             return
@@ -169,19 +169,19 @@ class Pipeline(Generic[B]):
                 ids = [of_feature[feature].values() for feature in table.feature_names]
                 one = deduplicate(torch.cat(ids), rows=table.num_embeddings)
                 wanted[_name(path, table.name)] = one
-                places = one.index.split([len(some) for some in ids])
+                places = one.inverse.split([len(some) for some in ids])
                 flight.places |= {(path, f): place for f, place in zip(table.feature_names, places, strict=True)}
-        flight.embedding.wanted = wanted
+        flight.embedding.unique_ids = wanted
 
     def agree(self, _: Flight[B], __: Operation) -> None:
         """Do nothing: TorchRec averages over ranks, so no schedule of a pipeline exchanges a count."""
 
     def forward(self, flight: Flight[B], _: Operation) -> None:
         """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
-        with self._shard.steady_rates:
+        with self._shard.lr_lock:
             self._optimizer.zero_grad()
-        flight.embedding.lr = self._shard.rates()
-        for values in given(flight.embedding.rows).values():
+        flight.embedding.lr = self._shard.learning_rates()
+        for values in require(flight.embedding.rows).values():
             values.requires_grad_()
         self._computing = flight
         try:
@@ -191,14 +191,14 @@ class Pipeline(Generic[B]):
 
     def backward(self, flight: Flight[B], _: Operation) -> None:
         """Gradients of rows and of the dense part. TorchRec means over ranks, so rows do too."""
-        given(flight.losses).sum().backward()
+        require(flight.losses).sum().backward()
         flight.losses = None
         for gradient in flight.embedding.row_gradients.values():
             gradient.div_(self._divisor)
 
     def update_dense(self, _: Flight[B], __: Operation) -> None:
         """Let their optimizer change the dense part. What it says about tables is their learning rate."""
-        with self._shard.steady_rates:
+        with self._shard.lr_lock:
             self._optimizer.step()
 
     def _served(self, path: str) -> Serve:
@@ -211,15 +211,15 @@ class Pipeline(Generic[B]):
                 (self.forget if collection.training and torch.is_grad_enabled() else self.settle)()
                 return None
             _require_announced(features, flight.features[path], list(tables), path)
-            rows, of_feature = given(flight.embedding.rows), flight.features[path].to_dict()
+            rows, of_feature = require(flight.embedding.rows), flight.features[path].to_dict()
             values = {f: functional.embedding(flight.places[path, f], rows[table]) for f, table in tables.items()}
             return {f: JaggedTensor(values=values[f], lengths=of_feature[f].lengths()) for f in tables}
 
         return serve
 
 
-def _flight(batch: B | None, before: Journey | None = None) -> Flight[B]:
-    return Flight(batch, Journey(before=before, exhausted=batch is None))
+def _flight(batch: B | None, before: EmbeddingContext | None = None) -> Flight[B]:
+    return Flight(batch, EmbeddingContext(previous=before, exhausted=batch is None))
 
 
 def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:
@@ -227,7 +227,7 @@ def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tupl
     named = {path: {t.name: _name(path, t.name) for t in one.tables} for path, one in collections.items()}
     every = [(named[path][table.name], table) for path, one in collections.items() for table in one.tables]
     tables = [Table(name, table.num_embeddings, table.embedding_dim) for name, table in every]
-    return tables, FusedShard([Collection(one, named[path]) for path, one in collections.items()])
+    return tables, FusedShard([FusedCollection(one, named[path]) for path, one in collections.items()])
 
 
 def _require_even(tables: ShardedTables, group: dist.ProcessGroup) -> None:

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.config.schema import TransportConfig, TransportName
-from freescale.embedding.fused import kernel_of, require_exact
+from freescale.embedding.fused import fused_kernel, require_exact
 from freescale.errors import UsageError
 from freescale.transport.base import Transport, Work
 from freescale.transport.selection import select_transports
@@ -37,7 +37,7 @@ class PrioritizedEmbeddingCollection(ShardedEmbeddingCollection):
 
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)
-        kernel_of(self)  # refuses what would not be exact
+        fused_kernel(self)  # refuses what would not be exact
         self._serve: Serve | None = None
         self._hooks: list[RemovableHandle] = []
 

@@ -14,7 +14,7 @@ from freescale.bubbles.book import Bubbles
 from freescale.bubbles.recorder import Recorder
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
-from freescale.embedding.sharded import ShardedTables, describe_replicated, describe_sharded, shard_tables
+from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
 from freescale.embedding.tables import ReplicatedTables, Table
 from freescale.errors import DataError
 from freescale.log import warning_once
@@ -54,9 +54,11 @@ def assemble(config: RunConfig, world: World, model: Model, transport: Transport
     if config.tables.placement == "replicated":
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
         network = Network(model, replicated).to(world.device, dtype)
-        return Assembly(network, None, describe_replicated(tables, dtype))
+        return Assembly(network, None, describe_replicated_tables(tables, dtype))
     sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
-    return Assembly(Network(model, None).to(world.device, dtype), sharded, describe_sharded(sharded, world.world_size))
+    return Assembly(
+        Network(model, None).to(world.device, dtype), sharded, describe_sharded_tables(sharded, world.world_size)
+    )
 
 
 def model_of(config: RunConfig, *, items: int) -> Model:

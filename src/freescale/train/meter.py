@@ -103,9 +103,9 @@ class Meter:
 
 def _ids(state: StepState) -> tuple[int, int, int, int]:
     """Ids looked up; distinct ones; of a batch whose rows were fetched ahead, those, and those that collided."""
-    ids = sum(wanted.index.numel() for part in state.unique_ids for wanted in part.values())
-    unique = sum(len(wanted.unique) for wanted in state.embedding.wanted.values())
-    arrives = state.embedding.arrives
+    ids = sum(wanted.inverse.numel() for part in state.unique_ids for wanted in part.values())
+    unique = sum(len(wanted.unique) for wanted in state.embedding.unique_ids.values())
+    arrives = state.embedding.fetch_split
     if arrives is None:
         return ids, unique, 0, 0
-    return ids, unique, unique, sum(map(sum, arrives.shared.wanted))
+    return ids, unique, unique, sum(map(sum, arrives.shared.requested))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.ddp import watched
 from freescale.bubbles.recorder import Recorder
-from freescale.embedding.ids import Wanted, deduplicate
+from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.tables import ReplicatedTables
 from freescale.models.protocol import Model, Rows
@@ -28,23 +28,23 @@ class Network(nn.Module):
         # In the order of use: gradients are sent in the reverse of it, and those of tables are there last.
         self.replicated, self.model = replicated, model
 
-    def wanted(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Wanted]]:
+    def wanted(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, UniqueIds]]:
         """Find the distinct ids over all parts of a batch; every part gets them, with its own places among them."""
-        found: list[dict[str, Wanted]] = [{} for _ in ids]
+        found: list[dict[str, UniqueIds]] = [{} for _ in ids]
         for name, (rows, _) in self.model.tables.items():
             asked = [part[name] for part in ids]
             unique, index = deduplicate(torch.cat([part.flatten() for part in asked]), rows=rows)
             places = index.split([part.numel() for part in asked])
             for part, place, shaped in zip(found, places, asked, strict=True):
-                part[name] = Wanted(unique, place.view(shaped.shape))
+                part[name] = UniqueIds(unique, place.view(shaped.shape))
         return found
 
-    def rows(self, wanted: Mapping[str, Wanted], moved: Mapping[str, Tensor] | None) -> dict[str, Rows]:
+    def rows(self, wanted: Mapping[str, UniqueIds], moved: Mapping[str, Tensor] | None) -> dict[str, Rows]:
         """Rows of all tables: those that travelled here or, of replicated tables, the own copies."""
         if moved is None:
             assert self.replicated is not None
             moved = self.replicated({name: ids.unique for name, ids in wanted.items()})
-        return {name: Rows(moved[name], ids.index) for name, ids in wanted.items()}
+        return {name: Rows(moved[name], ids.inverse) for name, ids in wanted.items()}
 
     def read(self, ids: Mapping[str, Tensor], tables: ShardedTables | None) -> dict[str, Rows]:
         """Rows of ids, when nothing will be updated. Where tables are sharded, every rank must take part."""
@@ -56,7 +56,7 @@ class Network(nn.Module):
         own = {name.removeprefix("model."): value for name, value in self.state_dict().items()}
         return {name.replace("replicated.weights.", "tables."): value for name, value in own.items()}
 
-    def forward(self, inputs: Any, wanted: Mapping[str, Wanted], moved: Mapping[str, Tensor] | None) -> Tensor:
+    def forward(self, inputs: Any, wanted: Mapping[str, UniqueIds], moved: Mapping[str, Tensor] | None) -> Tensor:
         """Sum of the losses of inputs."""
         return self.model(inputs, self.rows(wanted, moved))
 

@@ -9,7 +9,7 @@ import torch
 
 from freescale.bubbles.recorder import CollectiveRecord as Transfer
 from freescale.bubbles.recorder import Recorder
-from freescale.embedding.prioritized import Held, Journey, held
+from freescale.embedding.prioritized import EmbeddingContext, EmbeddingMemory, embedding_memory
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Executor, Rest, Streams
 from freescale.overlap.schedule import Operation, Schedule
@@ -19,7 +19,7 @@ from freescale.transport.selection import TransportSelection
 class HasEmbedding(Protocol):
     """The state of a batch, as far as operations on rows use it."""
 
-    embedding: Journey
+    embedding: EmbeddingContext
 
 
 S = TypeVar("S", bound=HasEmbedding)
@@ -44,7 +44,7 @@ class ScheduleRunner(Generic[S]):
         self._operations, self._recorder = operations, recorder
         self._deferred_cause = ""
         """Cause of the operation that the deferred lane runs now."""
-        self.peak_bytes = Held(0, 0, 0)
+        self.peak_bytes = EmbeddingMemory(0, 0, 0)
         """The most bytes that unfinished batches held after a step."""
         if transports.deferred is not None and tables is not None:
             transports.deferred.add_tracer(None if recorder is None else partial(self._trace_deferred, recorder))
@@ -55,8 +55,8 @@ class ScheduleRunner(Generic[S]):
     def run(self, state: S, following: S | None) -> None:
         """Run one step. Rows of `following` and gradients of `state` may still be in transfer afterwards."""
         self.executor.run(state, following)
-        now = held([batch.embedding for batch in self.executor.under_way])
-        self.peak_bytes = Held(*map(max, self.peak_bytes, now))
+        now = embedding_memory([batch.embedding for batch in self.executor.under_way])
+        self.peak_bytes = EmbeddingMemory(*map(max, self.peak_bytes, now))
 
     def _perform(self, operation: Operation, state: S) -> Rest | None:
         if state.embedding.canceled:  # on all ranks alike, so no rank waits for a skipped exchange

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.bubbles.recorder import Recorder
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
-from freescale.embedding.ids import Wanted
-from freescale.embedding.prioritized import Journey, RowOperations, given
+from freescale.embedding.ids import UniqueIds
+from freescale.embedding.prioritized import EmbeddingContext, RowOperations, require
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Rest
 from freescale.overlap.schedule import Operation, Schedule
@@ -37,8 +37,8 @@ def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> 
     """
     rows = None if tables is None else RowOperations(tables)
 
-    def on_rows(operation: Callable[[RowOperations, Journey, str], Rest | None]) -> Perform[S]:
-        return lambda state, issued: operation(given(rows), state.embedding, issued.lane)
+    def on_rows(operation: Callable[[RowOperations, EmbeddingContext, str], Rest | None]) -> Perform[S]:
+        return lambda state, issued: operation(require(rows), state.embedding, issued.lane)
 
     return {
         "prepare": step.prepare,
@@ -98,12 +98,12 @@ class StepState:
     batch: Batch
     stop: bool
     """Before `agree`: whether this rank received a stop request. After it: whether any rank did."""
-    embedding: Journey = field(default_factory=Journey)
+    embedding: EmbeddingContext = field(default_factory=EmbeddingContext)
     """The embedding rows of the batch."""
     rates: LearningRates = LearningRates(0.0, 0.0)
     inputs: list[Any] = field(default_factory=list)
     """Model inputs of each micro-batch."""
-    unique_ids: list[dict[str, Wanted]] = field(default_factory=list)
+    unique_ids: list[dict[str, UniqueIds]] = field(default_factory=list)
     """Per micro-batch: the distinct ids of the whole batch, and the position of the micro-batch's ids among them."""
     loss_terms: int = 0
     """Number of terms of the loss: of this rank, and after `agree` of all ranks."""
@@ -160,7 +160,7 @@ class Step:
         if state is None or state.batch is not batch:
             state = StepState(batch, stop)
         state.rates, state.embedding.lr = rates, dict.fromkeys(self._network.model.tables, rates.tables)
-        after = None if following is None else StepState(following, stop, Journey(before=state.embedding))
+        after = None if following is None else StepState(following, stop, EmbeddingContext(previous=state.embedding))
         self._runner.run(state, after)
         return state
 
@@ -170,7 +170,7 @@ class Step:
         state.inputs = [self._network.model.prepare(part) for part in batch.split(self._config.micro_batches)]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
         state.unique_ids = self._network.wanted([inputs.ids for inputs in state.inputs])
-        state.embedding.wanted = state.unique_ids[0]
+        state.embedding.unique_ids = state.unique_ids[0]
 
     def agree(self, state: StepState, operation: Operation) -> None:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
@@ -203,7 +203,7 @@ class Step:
     def update_dense(self, state: StepState, _: Operation) -> None:
         """Update the dense model, identically on every rank."""
         if self._config.clip:
-            norm = given(state.grad_norm)
+            norm = require(state.grad_norm)
             torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._config.clip, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = state.rates.dense
@@ -251,7 +251,7 @@ class Step:
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
         state.grad_norm = torch.nn.utils.get_total_norm(gradients)
         state.fault = self.grad_norm_monitor.fault(float(state.grad_norm))
-        state.embedding.void = bool(state.fault)
+        state.embedding.skip_update = bool(state.fault)
         if state.fault or not state.finite:
             batch = state.batch.to(self._world.device)
             self.nonfinite_samples += culprits(self._network, batch, state.embedding.rows)
