@@ -40,8 +40,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from freescale.bench.torchrec import watched
-from freescale.bubbles.book import Bubbles
-from freescale.bubbles.records import Interval, read_intervals
+from freescale.bubbles.records import IntervalRecord, read_intervals
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.bubbles.summary import summarize
 from freescale.config import TransportConfig
 from freescale.data import synthetic
@@ -198,7 +198,7 @@ class Way:
         self.turns: list[tuple[str, int]] = []
         """Of each turn: what was trained on, and the bytes that a step sent."""
         self._scene = scene
-        self._bubbles = Bubbles(folder, steps=0, every=scene.steps, timeout=120.0)
+        self._bubbles = StepProfiler(folder, steps=0, every=scene.steps, timeout=120.0)
         fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}
         kind = PrioritizedEmbeddingSharder if name in (SERIAL, PRIORITIZED) else EmbeddingCollectionSharder
         self._model = sharded(Somebody(scene), kind(fused_params=fused), world)
@@ -218,13 +218,13 @@ class Way:
         """Train for a turn. The first step, whose rows nobody could fetch ahead, is not counted."""
         steps = iter(self._steps())
         next(steps)
-        self._bubbles.restart()
+        self._bubbles.restart_step()
         before = bytes_sent()
         for _ in steps:
             self._bubbles.end_step()
         self.turns.append((label, (bytes_sent() - before) // self._scene.steps))
 
-    def close(self) -> list[tuple[str, int, Interval]]:
+    def close(self) -> list[tuple[str, int, IntervalRecord]]:
         """Of each turn: what was trained on, bytes per step, and where time went."""
         self._bubbles.close()
         dist.barrier()
@@ -240,12 +240,12 @@ class Way:
 
     def _plainly(self) -> Iterator[Any]:
         for batch in self._scene:
-            with self._bubbles.during("forward"):
+            with self._bubbles.record("forward"):
                 self._optimizer.zero_grad()
                 loss, out = self._model(batch)
-            with self._bubbles.during("backward"):
+            with self._bubbles.record("backward"):
                 loss.backward()
-            with self._bubbles.during("optimizer"):
+            with self._bubbles.record("optimizer"):
                 self._optimizer.step()
             yield out
 
@@ -253,7 +253,7 @@ class Way:
         batches = iter(self._scene)
         while True:
             try:
-                with self._bubbles.during("forward"):
+                with self._bubbles.record("forward"):
                     out = pipeline.progress(batches)
             except StopIteration:
                 return
@@ -267,7 +267,7 @@ def bytes_sent() -> int:
     return int(line.split()[9])
 
 
-def exposed(interval: Interval) -> dict[str, float]:
+def exposed(interval: IntervalRecord) -> dict[str, float]:
     """Milliseconds of a step: all of it, and what embeddings leave uncovered."""
     found = summarize([interval])
     ms = {line.cause: line.ms for line in found.lines}

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.bubbles.events import COMPUTE, TRAFFIC, RankStep, Span, Transfer
-from freescale.bubbles.records import Sample
+from freescale.bubbles.records import StepSample
 from freescale.overlap.schedule import Schedule, serial
 from freescale.simulate.calibrate import busy, computes
 from freescale.simulate.cluster import Cluster, Figure
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 SMALL, WARM = 4 << 10, 3
 
 
-def measured(samples: Mapping[int, Sequence[Sample]], model: Model) -> Machine:
+def measured(samples: Mapping[int, Sequence[StepSample]], model: Model) -> Machine:
     """A rank, from serial steps."""
     schedule = serial(sharded=model.sharded, micro_batches=model.micro_batches)
     steps = [sample.step for number, of_ranks in samples.items() if number > WARM for sample in of_ranks]
@@ -50,14 +50,14 @@ def measured(samples: Mapping[int, Sequence[Sample]], model: Model) -> Machine:
     )
 
 
-def buckets(model: Model, samples: Mapping[int, Sequence[Sample]]) -> Model:
+def buckets(model: Model, samples: Mapping[int, Sequence[StepSample]]) -> Model:
     """With the gradients of the dense part as they were sent: all of them, and those that came last."""
     step = next(iter(samples.values()))[0].step
     sent = [transfer.size for transfer in step.transfers if transfer.kind == "dense gradients"]
     return replace(model, dense_bytes=float(sum(sent)), last_bytes=float(sent[-1]))
 
 
-def linked(cluster: Cluster, samples: Mapping[int, Sequence[Sample]], *, ranks: int) -> Cluster:
+def linked(cluster: Cluster, samples: Mapping[int, Sequence[StepSample]], *, ranks: int) -> Cluster:
     """A cluster with the latency and the rates of a host's links as the transfers of a run had them."""
     of = [_transfers(of_ranks) for number, of_ranks in samples.items() if number > WARM]
     small = [_took(t).max() for step in of for kind in step.values() for t in kind if t[0].size <= SMALL]
@@ -89,7 +89,7 @@ def _ring_bytes(buckets: Sequence[Sequence[Transfer]], topology: Topology, laten
     return size / max(seconds, 1e-9)
 
 
-def _transfers(of_ranks: Sequence[Sample]) -> dict[str, list[list[Transfer]]]:
+def _transfers(of_ranks: Sequence[StepSample]) -> dict[str, list[list[Transfer]]]:
     """Of one step: by kind, each transfer as all ranks saw it."""
     found: dict[str, list[list[Transfer]]] = {}
     for transfer in of_ranks[0].step.transfers:

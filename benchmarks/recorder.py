@@ -44,16 +44,16 @@ def marks() -> dict[str, float]:
     recorder = Recorder(0)
 
     def span() -> None:
-        with recorder.during("forward"):
+        with recorder.record("forward"):
             pass
 
     def transfer() -> None:
-        flight = recorder.arrive("rows")
+        flight = recorder.begin_collective("rows")
         flight.on_wait()
         flight.on_complete()
 
     def data() -> None:
-        for _ in recorder.each("data", (0,)):
+        for _ in recorder.iterate("data", (0,)):
             pass
 
     return {
@@ -73,7 +73,7 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
     trainer = build(config, world, Path(folder) / "run", model=model)
     seen: list[tuple[float, int, int]] = []
     bubbles = trainer.parts.bubbles
-    end_step, cut = bubbles.end_step, bubbles.recorder.cut
+    end_step, cut = bubbles.end_step, bubbles.recorder.end_step
 
     def timed_end_step(work: float = 0.0) -> None:
         before = time.thread_time_ns()
@@ -84,7 +84,7 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
 
     def counting_cut(step: int, work: float = 0.0) -> Any:
         taken = cut(step, work)
-        counts.append((len(taken.spans), len(taken.flights)))
+        counts.append((len(taken.spans), len(taken.collectives)))
         return taken
 
     bubbles.end_step, bubbles.recorder.cut = timed_end_step, counting_cut  # type: ignore[method-assign]

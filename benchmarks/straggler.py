@@ -164,7 +164,7 @@ def idle(folder: Path, begin: int, end: int) -> float:
     waited = wall = 0
     for step, samples in read_samples(folder).items():
         for ledger in (account(sample.step, sample.last) for sample in samples if begin < step <= end):
-            waited, wall = waited + ledger.of("straggler"), wall + ledger.wall
+            waited, wall = waited + ledger.cause_ns("straggler"), wall + ledger.wall
     return waited / wall
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale import balance as balance
     from freescale.balance.cost import Cost as Cost
-    from freescale.bubbles.book import Bubbles as Bubbles
+    from freescale.bubbles.step_profiler import StepProfiler as StepProfiler
     from freescale.config.schema import BalanceConfig as BalanceConfig
     from freescale.config.schema import DataConfig as DataConfig
     from freescale.config.schema import ModelConfig as ModelConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "balance.cost": ["Cost"],
     "integrations.ddp": ["BalancedLoader"],
-    "bubbles.book": ["Bubbles"],
+    "bubbles.step_profiler": ["StepProfiler"],
     "config.schema": [
         f"{part}Config" for part in ("Balance", "Data", "Model", "Run", "Tables", "Task", "Train", "Transport")
     ],

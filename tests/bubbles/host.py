@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from freescale.bubbles.book import Bubbles
-from freescale.bubbles.clock import Alignment
+from freescale.bubbles.clock import ClockAlignment
+from freescale.bubbles.step_profiler import StepProfiler
 
 SLEEP = 0.02
 
@@ -21,13 +21,13 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
-    offset = Alignment(group).measure()
-    bubbles = Bubbles(folder, steps=20, every=10)
-    for _ in bubbles.each("data", range(20)):
-        with bubbles.during("host"):
+    offset = ClockAlignment(group).measure()
+    bubbles = StepProfiler(folder, steps=20, every=10)
+    for _ in bubbles.iterate("data", range(20)):
+        with bubbles.record("host"):
             time.sleep(SLEEP if rank == 1 else 0.0)
-        with bubbles.during("dense gradients"):
-            flight = bubbles.recorder.arrive("sum")
+        with bubbles.record("dense gradients"):
+            flight = bubbles.recorder.begin_collective("sum")
             flight.on_wait()
             dist.all_reduce(torch.zeros(8))
             flight.on_complete()

@@ -50,7 +50,9 @@ def test_who_shares_a_clock_with_rank_0_needs_no_bound(apart: Path) -> None:
 @pytest.mark.quiet
 def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
     steps = [of_ranks for step, of_ranks in read_samples(apart).items() if step >= 3]
-    seen = [[account(sample.step, sample.last).of("straggler") / SECOND for sample in of_ranks] for of_ranks in steps]
+    seen = [
+        [account(sample.step, sample.last).cause_ns("straggler") / SECOND for sample in of_ranks] for of_ranks in steps
+    ]
     waited = np.median(seen, axis=0)  # a busy machine makes single steps late
     assert waited[1] < 0.005
     assert all(abs(waited[rank] - SLEEP) < 0.01 for rank in (0, 2, 3))
@@ -91,18 +93,18 @@ def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passe
     queue = Queue()
     recorder = Recorder(0, DeviceClock(queue.event))
     queue.host_ahead_ms = 0.0
-    with recorder.during("forward"):
+    with recorder.record("forward"):
         queue.host_ahead_ms += 30  # the host only queues 30 ms of work
-    flight = recorder.arrive("sum", "dense gradients")
+    flight = recorder.begin_collective("sum", "dense gradients")
     flight.on_wait()
     queue.host_ahead_ms += 5
     flight.on_complete()
-    marks = recorder.cut(1)
+    marks = recorder.end_step(1)
     assert queue.now_ms == 5000.0  # nothing has been waited for
     step = recorder.read(marks)
     assert step.end - step.begin == 35_000_000
     ledger = account(step, {t.name: t.arrived for t in step.transfers})
-    assert (ledger.of("forward"), ledger.of("dense gradients")) == (30_000_000, 5_000_000)
+    assert (ledger.cause_ns("forward"), ledger.cause_ns("dense gradients")) == (30_000_000, 5_000_000)
 
 
 def test_a_device_that_runs_for_long_keeps_its_times_exact() -> None:

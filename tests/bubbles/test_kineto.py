@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from freescale import log
 from freescale.bubbles.events import CAUSES, RankStep, Transfer
-from freescale.bubbles.kineto.traces import read
+from freescale.bubbles.kineto import read_traces
 from freescale.bubbles.ledger import Ledger, ledgers
-from freescale.bubbles.records import of_steps
+from freescale.bubbles.records import from_steps
 from freescale.bubbles.summary import summarize
 from freescale.errors import DataError
-from tests.bubbles.kineto_traces import (
+from tests.bubbles.traces import (
     ALL_REDUCE,
     AUTOGRAD,
     COMPUTE_STREAM,
@@ -51,7 +51,7 @@ def cuda(tmp_path: Path) -> Path:
 
 
 def us(ledger: Ledger) -> dict[str, float]:
-    return {cause: ledger.of(cause) / US for cause in CAUSES if ledger.of(cause)}
+    return {cause: ledger.cause_ns(cause) / US for cause in CAUSES if ledger.cause_ns(cause)}
 
 
 def of_rank(steps: list[list[RankStep]], rank: int) -> list[Ledger]:
@@ -61,20 +61,20 @@ def of_rank(steps: list[list[RankStep]], rank: int) -> list[Ledger]:
 def alone(folder: Path, trace: Trace) -> RankStep:
     """The only step of the only rank."""
     trace.write(folder)
-    ((step,),) = read(folder).steps
+    ((step,),) = read_traces(folder).steps
     return step
 
 
 def test_overlap_is_what_holistic_trace_analysis_finds(cuda: Path) -> None:
-    steps = read(cuda).steps
+    steps = read_traces(cuda).steps
     for rank in (0, 1):
-        mine = of_steps([[step[rank]] for step in steps], 0).intervals
+        mine = from_steps([[step[rank]] for step in steps], 0).intervals
         assert summarize(mine).overlap_percent == pytest.approx(HTA_BOTH_STEPS[rank], abs=0.005)
         assert summarize(mine[:1]).overlap_percent == pytest.approx(HTA_FIRST_STEP[rank], abs=0.005)
 
 
 def test_every_instant_of_a_cuda_trace_has_its_cause_and_who_is_early_stands_for_who_is_late(cuda: Path) -> None:
-    early, late = ledgers(read(cuda).steps[0])
+    early, late = ledgers(read_traces(cuda).steps[0])
     same = {"optimizer": 65, "data": 30, "host": 10, "idle": 10}
     assert us(early) == {
         **same, "forward": 200, "backward": 400, "straggler": 10, "urgent rows": 40, "dense gradients": 185
@@ -83,7 +83,7 @@ def test_every_instant_of_a_cuda_trace_has_its_cause_and_who_is_early_stands_for
 
 
 def test_a_step_lasts_until_the_device_has_computed_it_and_the_causes_add_up_to_it(cuda: Path) -> None:
-    traces = read(cuda)
+    traces = read_traces(cuda)
     assert [[step.step for step in ranks] for ranks in traces.steps] == [[5, 5], [6, 6]]
     for ranks, begin in zip(traces.steps, (0, DEVICE_AHEAD), strict=True):
         for rank, (step, ledger) in enumerate(zip(ranks, ledgers(ranks), strict=True)):
@@ -100,7 +100,7 @@ def test_the_clock_of_another_host_is_set_right(tmp_path: Path) -> None:
         first, second = cuda_traces()
         first.write(folder)
         second.write(folder, base=base, later=later)
-    expected, found = read(aligned), read(apart)
+    expected, found = read_traces(aligned), read_traces(apart)
     assert found.steps == expected.steps
     assert found.clock_bound == expected.clock_bound == 0
 
@@ -109,7 +109,7 @@ def test_ends_that_differ_no_more_than_on_one_clock_move_none_and_are_the_bound(
     first, second = cuda_traces()
     first.write(tmp_path)
     second.write(tmp_path, later=4)
-    traces = read(tmp_path)
+    traces = read_traces(tmp_path)
     assert traces.clock_bound == 4 * US
     assert [step.begin for step in traces.steps[0]] == [0, 4 * US]
 
@@ -120,7 +120,7 @@ def test_clocks_that_cannot_be_compared_are_said_and_left(tmp_path: Path, caplog
         trace.mark("ProfilerStep#1", 0, 100)
         trace.device("gemm", 10, 50, COMPUTE_STREAM, 5)
         trace.write(tmp_path, base=500 * US * rank)
-    assert [step.begin for step in read(tmp_path).steps[0]] == [0, 500 * US]
+    assert [step.begin for step in read_traces(tmp_path).steps[0]] == [0, 500 * US]
     assert "rank 1 shares no collective" in caplog.text
 
 
@@ -171,7 +171,7 @@ def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, caplog: pytest.LogC
         trace.mark("ProfilerStep#1", 0, 100)
         trace.device("Memcpy PtoP (Device -> Device)", begin, 80, COPY_STREAM, 5)
         trace.write(tmp_path)
-    assert [us(ledger) for ledger in ledgers(read(tmp_path).steps[0])] == [
+    assert [us(ledger) for ledger in ledgers(read_traces(tmp_path).steps[0])] == [
         {"other traffic": 70, "idle": 30},
         {"other traffic": 20, "idle": 80},
     ]
@@ -186,7 +186,7 @@ def test_who_is_late_is_known_even_where_its_collective_ran_in_the_next_step(tmp
         trace.mark("ProfilerStep#2", 100, 200)
         trace.device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin, 150, NCCL_STREAM, 10, **ALL_REDUCE)
         trace.write(tmp_path)
-    first, second = (ledgers(step) for step in read(tmp_path).steps)
+    first, second = (ledgers(step) for step in read_traces(tmp_path).steps)
     assert us(first[0]) == {"straggler": 80, "idle": 20}
     assert us(second[0]) == {"straggler": 30, "dense gradients": 20, "idle": 50}
     assert us(second[1]) == {"dense gradients": 20, "idle": 80}
@@ -241,15 +241,15 @@ def train(world: World, folder: str) -> None:
 
 def test_a_real_profile_of_two_ranks_adds_up_and_shows_who_was_slow(groups: dict[int, Ranks], tmp_path: Path) -> None:
     groups[2].run(train, str(tmp_path))
-    steps = read(tmp_path).steps
+    steps = read_traces(tmp_path).steps
     assert [[step.step for step in ranks] for ranks in steps] == [[2, 2], [3, 3], [4, 4]]
     for ranks in steps:
         for step, ledger in zip(ranks, ledgers(ranks), strict=True):
             assert ledger.wall == step.end - step.begin
-            assert all(ledger.of(cause) > 0 for cause in ("forward", "backward", "optimizer"))
+            assert all(ledger.cause_ns(cause) > 0 for cause in ("forward", "backward", "optimizer"))
             assert {transfer.kind for transfer in step.transfers} == {"dense gradients"}
     fast, slow = (
-        {cause: sum(ledger.of(cause) for ledger in of_rank(steps, rank)) for cause in CAUSES} for rank in (0, 1)
+        {cause: sum(ledger.cause_ns(cause) for ledger in of_rank(steps, rank)) for cause in CAUSES} for rank in (0, 1)
     )
     assert fast["straggler"] > 0.1 * 10**9 > slow["straggler"]
     assert slow["idle"] > 0.2 * 10**9
@@ -274,9 +274,9 @@ def test_steps_and_collectives_that_some_ranks_lack_are_said(tmp_path: Path, cap
             trace.device("ncclDevKernel_AllReduce", 110 + 10 * number, 115 + 10 * number, NCCL_STREAM, 105)
         trace.device("ncclDevKernel_AllReduce", 220 + 30 * rank, 270, NCCL_STREAM, 205)
         trace.write(tmp_path)
-    steps = read(tmp_path).steps
+    steps = read_traces(tmp_path).steps
     assert [[step.step for step in ranks] for ranks in steps] == [[1, 1], [2, 2]]
-    assert [ledger.of("straggler") for ledger in ledgers(steps[1])] == [30 * US, 0]
+    assert [ledger.cause_ns("straggler") for ledger in ledgers(steps[1])] == [30 * US, 0]
     said = caplog.text
     assert "left out: step 3, 4" in said
     assert "'allreduce 2 of group in step 1'" in said
@@ -285,7 +285,7 @@ def test_steps_and_collectives_that_some_ranks_lack_are_said(tmp_path: Path, cap
 def test_the_rank_may_be_in_the_name_of_the_file(tmp_path: Path) -> None:
     for rank, name in ((0, "Rank_0.json"), (1, "run-rank1.pt.trace.json")):
         cuda_traces()[rank].write(tmp_path, rank=False).rename(tmp_path / name)
-    assert [step.rank for step in read(tmp_path).steps[0]] == [0, 1]
+    assert [step.rank for step in read_traces(tmp_path).steps[0]] == [0, 1]
 
 
 def cut(folder: Path, *, packed: bool) -> None:
@@ -323,6 +323,6 @@ def test_what_cannot_be_read_says_where_and_what_to_do(
 ) -> None:
     make(tmp_path)
     with pytest.raises(DataError, match=what) as caught:
-        read(tmp_path)
+        read_traces(tmp_path)
     assert str(tmp_path) in caught.value.where
     assert caught.value.remedy

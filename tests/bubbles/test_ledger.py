@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.ledger import Ledger, ledgers
-from freescale.bubbles.records import of_steps
+from freescale.bubbles.records import from_steps
 from freescale.bubbles.summary import summarize
 
 MS = 1_000_000
@@ -61,8 +61,8 @@ def test_clocks_that_err_within_their_bound_move_time_only_between_straggler_and
     shifted = ledgers([step.shifted(by) for step, by in zip(ranks, apart, strict=False)])
     shared = [cause for cause in CAUSES if cause not in ("straggler", *TRAFFIC)]
     for step, before, after in zip(ranks, ledgers(ranks), shifted, strict=True):
-        assert [before.of(cause) for cause in shared] == [after.of(cause) for cause in shared]
-        assert abs(before.of("straggler") - after.of("straggler")) <= 10 * 3 * max(1, len(step.transfers))
+        assert [before.cause_ns(cause) for cause in shared] == [after.cause_ns(cause) for cause in shared]
+        assert abs(before.cause_ns("straggler") - after.cause_ns("straggler")) <= 10 * 3 * max(1, len(step.transfers))
 
 
 def one(rank: int, *, arrived: int, done: int, forward: int = 10) -> RankStep:
@@ -73,7 +73,7 @@ def one(rank: int, *, arrived: int, done: int, forward: int = 10) -> RankStep:
 
 
 def ms(ledger: Ledger) -> dict[str, float]:
-    return {cause: ledger.of(cause) / MS for cause in CAUSES if ledger.of(cause)}
+    return {cause: ledger.cause_ns(cause) / MS for cause in CAUSES if ledger.cause_ns(cause)}
 
 
 def test_a_wait_is_split_where_the_last_rank_arrives() -> None:
@@ -81,7 +81,7 @@ def test_a_wait_is_split_where_the_last_rank_arrives() -> None:
     early, late = ledgers(ranks)
     assert ms(early) == {"forward": 10, "straggler": 30, "urgent rows": 10, "backward": 50}
     assert ms(late) == {"forward": 40, "urgent rows": 10, "backward": 50}
-    assert summarize(of_steps([ranks], 0).intervals).straggler_percent == pytest.approx(15.0)
+    assert summarize(from_steps([ranks], 0).intervals).straggler_percent == pytest.approx(15.0)
 
 
 def test_traffic_behind_compute_is_hidden_and_only_the_rest_is_exposed() -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from freescale.bubbles import records
 from freescale.bubbles.events import CAUSES
-from freescale.bubbles.report import COLOURS, chosen, report
+from freescale.bubbles.report import COLOURS, report_sections, representative_steps
 from freescale.bubbles.summary import summarize
 from freescale.cli.main import main
 from freescale.train import curves
-from tests.bubbles.kineto_traces import cuda_traces
 from tests.bubbles.made_up import steps
+from tests.bubbles.traces import cuda_traces
 from tests.test_page import Links, in_browser
 
 FIGURES = ["loss", "samples/s", "tokens/s", "lr", "tables_lr", "grad_norm", "grad_norm_max", "unique_ids"]
@@ -48,13 +48,13 @@ document.title = JSON.stringify({texts, cut, over, asked, wide: document.body.sc
 
 def written(folder: Path, ranks: int, count: int) -> Path:
     """A run of so many ranks, in the files that a real one writes."""
-    recorded = records.of_steps(steps(ranks, count), clock_bound=2500)
-    writer = records.Writer(folder)
+    recorded = records.from_steps(steps(ranks, count), clock_bound=2500)
+    writer = records.RecordWriter(folder)
     for interval in recorded.intervals:
-        writer.interval(interval)
+        writer.write_interval(interval)
     every = -(-ranks // records.SAMPLED_RANKS)
     for rank in range(0, ranks, every):
-        writer.samples([of_ranks[rank] for of_ranks in list(recorded.samples.values())[-8:]])
+        writer.write_samples([of_ranks[rank] for of_ranks in list(recorded.samples.values())[-8:]])
     return folder
 
 
@@ -128,9 +128,9 @@ def test_pages_of_resumed_and_compared_runs_are_readable(tmp_path: Path, width: 
 def test_a_resumed_run_is_reported_with_all_its_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = noted(written(tmp_path, 4, 12), 400, restarts=(100, 110))
     before = summarize(records.read_intervals(run)).steps
-    writer = records.Writer(run)
-    for interval in records.of_steps(steps(2, 30), clock_bound=0).intervals[12:]:
-        writer.interval(interval)  # resumed on fewer ranks
+    writer = records.RecordWriter(run)
+    for interval in records.from_steps(steps(2, 30), clock_bound=0).intervals[12:]:
+        writer.write_interval(interval)  # resumed on fewer ranks
     assert main(["report", str(run)]) == 0
     told = capsys.readouterr().out
     assert "3 starts, 48.0 s" in told  # a second before each of two restarts is nobody's
@@ -293,6 +293,6 @@ def test_wrong_use_is_told_with_a_remedy(
 
 
 def test_a_page_can_be_made_of_the_shortest_run(tmp_path: Path) -> None:
-    recorded = records.of_steps(steps(1, 1), clock_bound=0)
-    assert "<svg" in "".join(report(recorded, chosen(recorded.samples)))
-    assert "<svg" in "".join(report(recorded._replace(samples={}), []))
+    recorded = records.from_steps(steps(1, 1), clock_bound=0)
+    assert "<svg" in "".join(report_sections(recorded, representative_steps(recorded.samples)))
+    assert "<svg" in "".join(report_sections(recorded._replace(samples={}), []))

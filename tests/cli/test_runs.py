@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freescale.bubbles.ring import Ring
+from freescale.bubbles.flight_recorder import FlightRecorder
 from freescale.cli.main import main
 
 
@@ -58,7 +58,7 @@ def test_runs_are_listed_the_newest_last(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_run_that_goes_on_is_told_from_a_lost_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("goes on", "lost"):
         note(tmp_path / name, step(4, 3.0), end(4, False), step(5, 2.9), at=100 + len(name))
-    Ring(tmp_path / "goes on", 0).note(5, "in", "forward")
+    FlightRecorder(tmp_path / "goes on", 0).record(5, "in", "forward")
     assert [(one["name"], one["state"]) for one in listed(tmp_path, capsys)] == [
         ("lost", "lost"),
         ("goes on", "running"),

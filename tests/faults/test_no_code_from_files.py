@@ -20,7 +20,7 @@ import torch
 
 from freescale import page
 from freescale.bubbles import records
-from freescale.bubbles.report import report
+from freescale.bubbles.report import report_sections
 from freescale.checkpoint import export
 from freescale.cli.main import main
 from freescale.data import histories, importers
@@ -216,7 +216,7 @@ def test_names_from_runs_and_files_are_text_in_the_pages(
     entry = {"kind": "evaluate", "step": 1, EVIL: 0.5}
     starts = [{"kind": "start", "step": step, "world_size": 2, "reason": EVIL} for step in (0, 1)]
     training = curves.training([curves.Run(EVIL, [*starts, entry], damaged=1)])
-    pages = [page.document(EVIL, EVIL, *training, *report(records.of_steps(steps, 0), [3]))]
+    pages = [page.document(EVIL, EVIL, *training, *report_sections(records.from_steps(steps, 0), [3]))]
     data = tmp_path / EVIL.replace("/", "-")
     data.mkdir()
     for name, raw in valid_data().items():

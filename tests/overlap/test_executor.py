@@ -38,8 +38,8 @@ def ran(strictly_serial: bool, seed: int, settle_after: frozenset[int] = frozens
     for step in range(STEPS):
         executor.run(step, step + 1 if step + 1 < STEPS else None)
         if step in settle_after:
-            executor.settle()
-    executor.settle()
+            executor.synchronize()
+    executor.synchronize()
     executor.close()
     return events
 
@@ -55,7 +55,7 @@ def test_nothing_begins_before_what_it_waits_for_and_everything_is_done_once(
         assert len(place) == len(events)
         for operation, batch in itertools.product(overlapped().operations, range(STEPS)):
             assert (operation.key, batch, "ends") in place
-            for key, of_batch in operation.needs():
+            for key, of_batch in operation.dependencies():
                 of_batch += batch - operation.batch
                 if 0 <= of_batch < STEPS:
                     assert place[key, of_batch, "ends"] < place[operation.key, batch, "begins"]
@@ -82,7 +82,7 @@ def test_what_is_hastened_begins_before_its_turn_unless_more_is_missing_and_is_d
         if operation.name == "backward":
             is_split.wait(5.0 if split_in_time else 0.0)
             time.sleep(0.01)  # until it is known to have ended
-            executor.hasten("send_urgent_gradients")
+            executor.issue_early("send_urgent_gradients")
             events.append((operation.name, batch, "ends"))
             computed.set()
         return (lambda: None) if operation.name == "send_urgent_gradients" else None
@@ -92,7 +92,7 @@ def test_what_is_hastened_begins_before_its_turn_unless_more_is_missing_and_is_d
     is_split.clear()
     computed.clear()
     executor.run(1, 2)
-    executor.settle()
+    executor.synchronize()
     executor.close()
     place = {event: at for at, event in enumerate(events)}
     assert len(place) == len(events)
@@ -127,7 +127,7 @@ class Streams(NoStreams):
     def here(self) -> set[tuple[str, int]]:
         return self.known.setdefault(threading.get_ident(), set())
 
-    def hand_over(self) -> Callable[[], None]:
+    def fence(self) -> Callable[[], None]:
         launched = set(self.here)
         return lambda: self.here.update(launched)
 
@@ -136,14 +136,14 @@ def test_every_stream_waits_for_what_its_operations_need_from_the_other() -> Non
     streams, missing = Streams(), []
 
     def do(operation: Operation, batch: int) -> None:
-        needed = [(key, batch - operation.batch + of_batch) for key, of_batch in operation.needs()]
+        needed = [(key, batch - operation.batch + of_batch) for key, of_batch in operation.dependencies()]
         missing.extend([(operation.key, batch, one) for one in needed if one[1] >= 0 and one not in streams.here])
         streams.here.add((operation.key, batch))
 
     executor: Executor[int] = Executor(overlapped(), do, nothing, streams=streams)
     for step in range(STEPS):
         executor.run(step, step + 1)
-    executor.settle()
+    executor.synchronize()
     executor.close()
     assert len(streams.known) == 2
     assert missing == []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.overlap.hazards import HazardError, hazards, require_safe
-from freescale.overlap.schedule import After, Operation, RowSet, Schedule, overlapped, serial
+from freescale.overlap.schedule import Dependency, Operation, RowSet, Schedule, overlapped, serial
 
 SAFE = {
     "serial": serial(sharded=True),
@@ -28,15 +28,15 @@ def changed(**changes: Callable[[Operation], Operation]) -> Schedule:
     return replace(good, operations=tuple(changes[o.name](o) if o.name in changes else o for o in good.operations))
 
 
-def without(*keys: After) -> Callable[[Operation], Operation]:
+def without(*keys: Dependency) -> Callable[[Operation], Operation]:
     return lambda o: replace(o, after=tuple(after for after in o.after if after not in keys))
 
 
-def on(lane: str, *gone: After) -> Callable[[Operation], Operation]:
+def on(lane: str, *gone: Dependency) -> Callable[[Operation], Operation]:
     return lambda o: replace(without(*gone)(o), lane=lane)  # type: ignore[arg-type]
 
 
-def reordered(name: str, behind: str, *gone: After) -> Schedule:
+def reordered(name: str, behind: str, *gone: Dependency) -> Schedule:
     """One operation issued right behind another one, and no longer waiting for some."""
     operations = list(overlapped().operations)
     (moved,) = [o for o in operations if o.name == name]
@@ -163,7 +163,7 @@ def run(schedule: Schedule, rng: np.random.Generator) -> dict[tuple[str, int], t
     ends: dict[str, float] = {}
     when: dict[tuple[str, int], tuple[float, float]] = {}
     for step, o in itertools.product(range(STEPS), schedule.operations):
-        needs = [when[key, step + batch][1] for key, batch in o.needs() if (key, step + batch) in when]
+        needs = [when[key, step + batch][1] for key, batch in o.dependencies() if (key, step + batch) in when]
         begin = max([ends.get(o.lane, 0.0), *needs])
         ends[o.lane] = begin + float(rng.exponential() ** 3)
         when[o.key, step + o.batch] = begin, ends[o.lane]

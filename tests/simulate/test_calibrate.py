@@ -3,18 +3,18 @@
 import pytest
 
 from freescale.bubbles.events import RankStep, Span
-from freescale.bubbles.records import Sample
+from freescale.bubbles.records import StepSample
 from freescale.errors import DataError
 from freescale.simulate.calibrate import computes
 
 MS = 1_000_000
 
 
-def step(number: int, work: float, forward: int, backward: int, look_up: int = 7) -> Sample:
+def step(number: int, work: float, forward: int, backward: int, look_up: int = 7) -> StepSample:
     ends = [0, 2, 2 + look_up, 2 + look_up + forward, 2 + look_up + forward + backward]
     kinds = ("host", "forward", "forward", "backward")
     spans = tuple(Span(k, a * MS, b * MS) for k, a, b in zip(kinds, ends[:-1], ends[1:], strict=True))
-    return Sample(RankStep(0, number, 0, ends[-1] * MS, spans, (), work), {})
+    return StepSample(RankStep(0, number, 0, ends[-1] * MS, spans, (), work), {})
 
 
 def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
@@ -27,7 +27,7 @@ def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
 
 
 def test_a_wait_inside_the_backward_pass_is_no_compute() -> None:
-    def waiting(sample: Sample) -> Sample:
+    def waiting(sample: StepSample) -> StepSample:
         *before, backward = sample.step.spans
         ends = backward.end + 15 * MS
         spans = (*before, Span("dense gradients", backward.end, ends), backward._replace(end=ends))

@@ -34,11 +34,10 @@ from freescale import config
 from freescale.balance.cost import Cost
 from freescale.bubbles import records
 from freescale.bubbles.events import CAUSES, TRAFFIC, RankStep, Span, Transfer
-from freescale.bubbles.kineto.traces import read as read_traces
-from freescale.bubbles.records import Recorded
-from freescale.bubbles.report import chosen, headline, report
+from freescale.bubbles.kineto import read_traces
+from freescale.bubbles.records import RunRecord
+from freescale.bubbles.report import chrome_trace, headline, report_sections, representative_steps
 from freescale.bubbles.summary import summarize
-from freescale.bubbles.trace import trace_of
 from freescale.checkpoint import files, store
 from freescale.config import RECIPES, DataConfig
 from freescale.data import writer
@@ -412,14 +411,14 @@ def trace_inputs() -> Inputs:
 
 def read_trace_folder(folder: Path) -> None:
     traces = read_traces(folder)
-    drawn(records.of_steps(traces.steps, traces.clock_bound))
+    drawn(records.from_steps(traces.steps, traces.clock_bound))
 
 
-def drawn(found: Recorded) -> None:
+def drawn(found: RunRecord) -> None:
     """What `freescale report` does."""
     headline(summarize(found.intervals))
-    assert "<script" not in "".join(report(found, chosen(found.samples)))
-    json.dumps(trace_of(found.samples))
+    assert "<script" not in "".join(report_sections(found, representative_steps(found.samples)))
+    json.dumps(chrome_trace(found.samples))
 
 
 # --- Folders of runs ----------------------------------------------------------------------------------------------
@@ -442,12 +441,12 @@ def some_steps() -> list[list[RankStep]]:
 @cache
 def valid_run() -> Files:
     with tempfile.TemporaryDirectory() as folder:
-        found, kept = records.of_steps(some_steps(), 3), records.Writer(Path(folder))
-        kept.machine(records.Machine("cpu", 2))
+        found, kept = records.from_steps(some_steps(), 3), records.RecordWriter(Path(folder))
+        kept.write_machine(records.MachineRecord("cpu", 2))
         for interval in found.intervals:
-            kept.interval(interval)
+            kept.write_interval(interval)
         for rank in (0, 1):
-            kept.samples([samples[rank] for samples in found.samples.values()])
+            kept.write_samples([samples[rank] for samples in found.samples.values()])
         config.save(RECIPES["tiny"], Path(folder) / "config.toml")
         journal = Journal(Path(folder), is_rank_zero=True, steps=2, quiet=True)
         journal.start(0, world_size=2, reason="new run")

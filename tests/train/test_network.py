@@ -36,10 +36,10 @@ def sent(world: World) -> list[tuple[int, float]]:
     recorder = Recorder(world.rank)
     parallel = data_parallel(Network(Layers(), None), joined(world), recorder)  # type: ignore[arg-type]
     loss = parallel(torch.ones(1, requires_grad=True), {}, {})
-    recorder.restart()
-    with recorder.during("backward"):
+    recorder.restart_step()
+    with recorder.record("backward"):
         loss.backward()
-    step = recorder.read(recorder.cut(1))
+    step = recorder.read(recorder.end_step(1))
     return [(one.size, (one.arrived - step.begin) / 1e9 / BACKWARD) for one in step.transfers]
 
 
@@ -88,7 +88,7 @@ def test_urgent_gradients_of_rows_set_out_before_dense_ones_are_added_up(
     first = [ranks[0].step.transfers for ranks in read_samples(tmp_path).values()]
     ahead = []
     for transfers in first:
-        rows = [one.arrived for one in transfers if one.kind == "row gradients" and not one.alone]
+        rows = [one.arrived for one in transfers if one.kind == "row gradients" and not one.independent]
         dense = [one.done for one in transfers if one.kind == "dense gradients"]
         ahead += [(max(dense) - begin) / 1e9 for begin in rows]
     assert len(ahead) >= 4

@@ -34,7 +34,7 @@ class LateCopies(Copier):
     def mark(self) -> "Mark":
         return Mark(self, self._count)
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         self.make(self._count)
 
     def make(self, number: int) -> None:

@@ -24,8 +24,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from freescale.bubbles.book import Bubbles
-from freescale.bubbles.ddp import watched as watched_hook
+from freescale.bubbles.recorder import record_comm_hook as watched_hook
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.config import RunConfig
 from freescale.data.loader import Loader, prefetch
 from freescale.embedding.fused import FusedCollection, embedding_collection, shard_row_wise
@@ -93,15 +93,15 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
     steps = config.train.max_steps
     counts = _counts(config, world, model)
     parallel = _sharded(config, world, model)
-    bubbles = Bubbles(folder, steps=steps, every=steps, device=world.device, timeout=config.train.timeout)
+    bubbles = StepProfiler(folder, steps=steps, every=steps, device=world.device, timeout=config.train.timeout)
     dense: Any = parallel._dmp_wrapped_module
     dense.register_comm_hook(None, watched_hook(allreduce_hook, bubbles.recorder))
     optimizer = optimizer_of(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
-    batches = bubbles.each("data", prefetch(_prepared(config, world, model, counts), _AHEAD))
+    batches = bubbles.iterate("data", prefetch(_prepared(config, world, model, counts), _AHEAD))
     loop = _pipelined if pipelined else _plain
     losses = []
     with watched(bubbles):
-        bubbles.restart()
+        bubbles.restart_step()
         for loss in loop(parallel, optimizer, batches, bubbles, world.device):
             bubbles.end_step()
             losses.append(loss)
@@ -111,15 +111,15 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
 
 
 def _plain(
-    parallel: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Prepared], bubbles: Bubbles, _: Any
+    parallel: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Prepared], bubbles: StepProfiler, _: Any
 ) -> Iterator[Tensor]:
     for batch in batches:
-        with bubbles.during("forward"):
+        with bubbles.record("forward"):
             optimizer.zero_grad()
             loss, out = parallel(batch)
-        with bubbles.during("backward"):
+        with bubbles.record("backward"):
             loss.backward()
-        with bubbles.during("optimizer"):
+        with bubbles.record("optimizer"):
             optimizer.step()
         yield out
 
@@ -128,14 +128,14 @@ def _pipelined(
     parallel: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Prepared],
-    bubbles: Bubbles,
+    bubbles: StepProfiler,
     device: torch.device,
 ) -> Iterator[Tensor]:
     """Its books know forward and backward only together."""
     pipeline = TrainPipelineSparseDist(parallel, optimizer, device)
     while True:
         try:
-            with bubbles.during("forward"):
+            with bubbles.record("forward"):
                 out = pipeline.progress(batches)
         except StopIteration:
             return
@@ -185,7 +185,7 @@ def _sharded(config: RunConfig, world: World, model: Model) -> DistributedModelP
 
 
 @contextlib.contextmanager
-def watched(bubbles: Bubbles) -> Iterator[None]:
+def watched(bubbles: StepProfiler) -> Iterator[None]:
     """Meanwhile TorchRec's transfers of ids, rows and gradients are recorded."""
     theirs = dist.all_to_all_single
 
@@ -193,7 +193,7 @@ def watched(bubbles: Bubbles) -> Iterator[None]:
         given: Tensor = named["input"] if "input" in named else words[1]
         in_backward = torch._C._current_graph_task_id() != -1
         kind = "ids" if not given.is_floating_point() else "row gradients" if in_backward else "urgent rows"
-        flight = bubbles.recorder.arrive(f"{kind} of torchrec", kind)
+        flight = bubbles.recorder.begin_collective(f"{kind} of torchrec", kind)
         return Watched(theirs(*words, **named), flight)
 
     dist.all_to_all_single = watching  # type: ignore[assignment]

@@ -19,7 +19,7 @@ _ROUNDS = 5
 _MOVE_BASE_MS = 1000.0
 
 
-class Clock:
+class HostClock:
     """Gives moments: those of the process itself, each of which is its own time."""
 
     mark: Callable[[], Any] = staticmethod(time.monotonic_ns)
@@ -30,7 +30,7 @@ class Clock:
         return mark
 
 
-class DeviceClock(Clock):
+class DeviceClock(HostClock):
     """Moments of a device's queue: when the work that was queued before them is done."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
@@ -58,25 +58,25 @@ class DeviceClock(Clock):
         return found
 
 
-def clock_of(device: torch.device | None) -> Clock:
+def build_clock(device: torch.device | None) -> HostClock:
     """The clock that shows what a device is doing: the one given, else the accelerator, else the CPU."""
-    device = _meant(device)
+    device = _resolve_device(device)
     if device.type == "cpu":
-        return Clock()
+        return HostClock()
     return DeviceClock(lambda: torch.Event(device, enable_timing=True))
 
 
 def device_name(device: torch.device | None) -> str:
     """What its maker calls it; cpu, if it is one."""
-    device = _meant(device)
+    device = _resolve_device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _meant(device: torch.device | None) -> torch.device:
+def _resolve_device(device: torch.device | None) -> torch.device:
     return device or torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-class Offset(NamedTuple):
+class ClockOffset(NamedTuple):
     """What to add to this rank's clock to get rank 0's, and how wrong that may be. Nanoseconds."""
 
     add: int = 0
@@ -85,7 +85,7 @@ class Offset(NamedTuple):
     """The largest bound of any rank."""
 
 
-def clock_name() -> int:
+def clock_id() -> int:
     """The same number for all processes that read the same clock: of one boot, in one time namespace."""
     name = platform.node()
     with contextlib.suppress(OSError):  # not Linux
@@ -95,7 +95,7 @@ def clock_name() -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-class Alignment:
+class ClockAlignment:
     """Finds every rank's offset from rank 0. All ranks of the group call `measure` together.
 
     One process per clock asks, along a binomial tree, so that a thousand hosts take ten rounds. Who asks takes the
@@ -105,23 +105,23 @@ class Alignment:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank = group, group.rank()
-        names = _gathered(torch.tensor([clock_name()]), group)[:, 0].tolist()
+        names = _all_gather(torch.tensor([clock_id()]), group)[:, 0].tolist()
         self._leaders = [rank for rank, name in enumerate(names) if names.index(name) == rank]
         self._leader = names.index(names[self._rank])
         self._before: int | None = None
 
-    def measure(self) -> Offset:
+    def measure(self) -> ClockOffset:
         """Ask again."""
         if len(self._leaders) == 1:
-            return Offset()
+            return ClockOffset()
         found = torch.tensor([0, 0])
         if self._rank == self._leader:
             found = self._along_the_tree(self._leaders.index(self._rank))
             now = int(found[0])
             found[1] += 0 if self._before is None else abs(now - self._before)
             self._before = now
-        every = _gathered(found, self._group)
-        return Offset(*every[self._leader].tolist(), widest=int(every[:, 1].max()))
+        every = _all_gather(found, self._group)
+        return ClockOffset(*every[self._leader].tolist(), widest=int(every[:, 1].max()))
 
     def _along_the_tree(self, place: int) -> torch.Tensor:
         """Ask the one who knows already, then answer those who do not yet."""
@@ -155,7 +155,7 @@ class Alignment:
             dist.send(answer, group=self._group, group_dst=who)
 
 
-def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(parts, values, group=group)
     return torch.stack(parts)

@@ -33,20 +33,20 @@ class Transfer(NamedTuple):
     done: int
     waits: tuple[tuple[int, int], ...] = ()
     """When this rank could do nothing but wait for it."""
-    alone: bool = False
+    independent: bool = False
     """Whether no other rank's arrival matters: something is fetched, or it goes on behind the step."""
     size: int = 0
     """Bytes that this rank gave to it, if that is known."""
 
 
-def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same instants, in intervals that lie apart."""
-    apart: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
-        if apart and begin <= apart[-1][1]:
-            begin, end = apart[-1][0], max(apart.pop()[1], end)
-        apart.append((begin, end))
-    return apart
+        if merged and begin <= merged[-1][1]:
+            begin, end = merged[-1][0], max(merged.pop()[1], end)
+        merged.append((begin, end))
+    return merged
 
 
 class RankStep(NamedTuple):

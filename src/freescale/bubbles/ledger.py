@@ -40,7 +40,7 @@ class Ledger(NamedTuple):
         """How long the step took."""
         return sum(self.causes)
 
-    def of(self, cause: str) -> int:
+    def cause_ns(self, cause: str) -> int:
         """What one cause took."""
         return self.causes[CAUSES.index(cause)]
 
@@ -79,7 +79,7 @@ def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
     return Ledger(step.rank, step.step, (*causes.values(),), hidden, in_flight, sum(behind.values()))
 
 
-def computed(step: RankStep) -> int:
+def compute_ns(step: RankStep) -> int:
     """How long a rank computed. Whom it waited for does not matter here."""
     pieces = segments(step, {transfer.name: transfer.arrived for transfer in step.transfers})
     return sum(piece.end - piece.begin for piece in pieces if piece.computing)
@@ -128,7 +128,7 @@ def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, i
     for transfer in step.transfers:
         kind, come, arrived, done = _SENT[transfer.kind], last[transfer.name], transfer.arrived, transfer.done
         yield arrived, done, _FLIGHT + kind
-        if transfer.alone:  # behind the step: it holds the rank up only where that waits for a batch
+        if transfer.independent:  # behind the step: it holds the rank up only where that waits for a batch
             late = [span for span in step.spans if span.kind == "data"]
             yield from ((max(s.begin, arrived), min(s.end, done), _UNDER_WAY + 1 + kind) for s in late)
             continue

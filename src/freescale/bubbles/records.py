@@ -31,7 +31,7 @@ _WHOLE, _REAL = 1 << 62, 1e30
 """Beyond these, a number is none that was measured."""
 
 
-class Interval(NamedTuple):
+class IntervalRecord(NamedTuple):
     """Some consecutive steps of all ranks."""
 
     step: int
@@ -43,12 +43,12 @@ class Interval(NamedTuple):
     ms: Table
     """[groups of ranks, COLUMNS]: per step, mean of the group's ranks."""
 
-    def of(self, column: str) -> Table:
+    def column(self, column: str) -> Table:
         """One column: a value per group of ranks."""
         return self.ms[:, COLUMNS.index(column)]
 
 
-class Sample(NamedTuple):
+class StepSample(NamedTuple):
     """One step of one rank, whole, and when the last rank came to each of its collectives."""
 
     step: RankStep
@@ -67,49 +67,49 @@ def group_name(group: int, world_size: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def row(ledger: Ledger) -> Table:
+def ledger_row(ledger: Ledger) -> Table:
     """A ledger in the order of COLUMNS."""
     return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, ledger.overlapped, 0], dtype=np.float64)
 
 
-def placed(row: Table, rank: int, world_size: int) -> Table:
+def place_row(row: Table, rank: int, world_size: int) -> Table:
     """What a rank adds to the table of all groups."""
     table = np.zeros((min(world_size, GROUPS), len(COLUMNS)))
     table[group_of(rank, world_size)] = row
     return table
 
 
-def interval(total: Table, *, step: int, steps: int, world_size: int, clock_bound: int) -> Interval:
+def build_interval(total: Table, *, step: int, steps: int, world_size: int, clock_bound: int) -> IntervalRecord:
     """From nanoseconds added up over steps and ranks to milliseconds per step."""
     members = np.bincount([group_of(rank, world_size) for rank in range(world_size)]).astype(float)
     ms = total / (1e6 * steps * members[:, None])
     ms[:, -1] = members
-    return Interval(step, steps, world_size, clock_bound / 1e3, ms)
+    return IntervalRecord(step, steps, world_size, clock_bound / 1e3, ms)
 
 
-class Writer:
+class RecordWriter:
     """Adds to the files of one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def machine(self, machine: "Machine") -> None:
+    def write_machine(self, machine: "MachineRecord") -> None:
         """Keep what the run runs on."""
         (self._folder / "machine.json").write_text(json.dumps(machine._asdict()))
 
-    def forget_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
         for path in self._folder.glob("*.jsonl"):
             kept = _lines(path, lambda facts: _up_to(step, facts))
             replace_lines(path, (_line(facts) for facts in kept if facts))
 
-    def interval(self, found: Interval) -> None:
+    def write_interval(self, interval: IntervalRecord) -> None:
         """Keep an interval."""
-        columns = dict(zip(COLUMNS, found.ms.T.round(4).tolist(), strict=True))
-        self._add("intervals.jsonl", [found._asdict() | {"ms": columns}])
+        columns = dict(zip(COLUMNS, interval.ms.T.round(4).tolist(), strict=True))
+        self._add("intervals.jsonl", [interval._asdict() | {"ms": columns}])
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def write_samples(self, samples: Sequence[StepSample]) -> None:
         """Keep steps of one rank."""
         if samples:
             self._add(f"rank-{samples[0].step.rank:05d}.jsonl", [s.step._asdict() | {"last": s.last} for s in samples])
@@ -146,7 +146,7 @@ def _line(facts: dict[str, Any]) -> str:
     return json.dumps(facts, separators=(",", ":"))
 
 
-class Machine(NamedTuple):
+class MachineRecord(NamedTuple):
     """What a run ran on."""
 
     device: str
@@ -154,32 +154,32 @@ class Machine(NamedTuple):
     world_size: int
 
 
-class Recorded(NamedTuple):
+class RunRecord(NamedTuple):
     """What is known of a run."""
 
-    intervals: list[Interval]
-    samples: dict[int, list[Sample]]
+    intervals: list[IntervalRecord]
+    samples: dict[int, list[StepSample]]
 
 
-def read(run: Path) -> Recorded:
+def read(run: Path) -> RunRecord:
     """Everything that was kept of a run."""
-    return Recorded(read_intervals(run), read_samples(run))
+    return RunRecord(read_intervals(run), read_samples(run))
 
 
-def of_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> Recorded:
+def from_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> RunRecord:
     """Whole steps of all ranks, as a run would have kept them."""
     intervals, samples = [], {}
     for of_ranks in steps:
         world_size, number, last = len(of_ranks), of_ranks[0].step, last_arrivals(of_ranks)
-        shares = [placed(row(ledger), place, world_size) for place, ledger in enumerate(ledgers(of_ranks))]
+        shares = [place_row(ledger_row(ledger), place, world_size) for place, ledger in enumerate(ledgers(of_ranks))]
         intervals.append(
-            interval(np.sum(shares, axis=0), step=number, steps=1, world_size=world_size, clock_bound=clock_bound)
+            build_interval(np.sum(shares, axis=0), step=number, steps=1, world_size=world_size, clock_bound=clock_bound)
         )
-        samples[number] = [Sample(step, {t.name: last[t.name] for t in step.transfers}) for step in of_ranks]
-    return Recorded(intervals, samples)
+        samples[number] = [StepSample(step, {t.name: last[t.name] for t in step.transfers}) for step in of_ranks]
+    return RunRecord(intervals, samples)
 
 
-def read_intervals(run: Path) -> list[Interval]:
+def read_intervals(run: Path) -> list[IntervalRecord]:
     """All intervals of a run, in order. Those of a resumed run may have different numbers of ranks."""
     path = run / FOLDER / "intervals.jsonl"
     found = list(_lines(path, _interval)) if path.exists() else []
@@ -197,7 +197,7 @@ def is_recorded(run: Path) -> bool:
     return False
 
 
-def read_machine(run: Path) -> Machine:
+def read_machine(run: Path) -> MachineRecord:
     """What a run ran on."""
     path = run / FOLDER / "machine.json"
     if not path.exists():
@@ -207,31 +207,31 @@ def read_machine(run: Path) -> Machine:
     return machine
 
 
-def read_samples(run: Path) -> dict[int, list[Sample]]:
+def read_samples(run: Path) -> dict[int, list[StepSample]]:
     """Sampled steps with the ranks that wrote them, both in order."""
-    found: dict[int, dict[int, Sample]] = {}
+    found: dict[int, dict[int, StepSample]] = {}
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
         for sample in _lines(path, _sample):
             found.setdefault(sample.step.step, {})[sample.step.rank] = sample
     return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(found.items())}
 
 
-def _machine(facts: dict[str, Any]) -> Machine:
-    found = Machine(**facts)
+def _machine(facts: dict[str, Any]) -> MachineRecord:
+    found = MachineRecord(**facts)
     _check(isinstance(found.device, str) and found.world_size >= 1, found.world_size)
     return found
 
 
-def _interval(facts: dict[str, Any]) -> Interval:
+def _interval(facts: dict[str, Any]) -> IntervalRecord:
     table = np.array([facts["ms"][name] for name in COLUMNS], dtype=np.float64).T
-    found = Interval(**facts | {"ms": table})
+    found = IntervalRecord(**facts | {"ms": table})
     _check(table.shape == (min(found.world_size, GROUPS), len(COLUMNS)), found.step, found.steps, found.world_size)
     _check(min(found.steps, found.world_size, *table[:, -1]) >= 1 and 0 <= found.clock_bound_us < _REAL)
     _check(bool(((table >= 0) & (table < _REAL)).all()))
     return found
 
 
-def _sample(facts: dict[str, Any]) -> Sample:
+def _sample(facts: dict[str, Any]) -> StepSample:
     last, spans = facts.pop("last"), tuple(Span(*span) for span in facts["spans"])
     transfers = tuple(
         Transfer(kind, name, arrived, done, tuple((begin, end) for begin, end in waits), *rest)
@@ -242,7 +242,7 @@ def _sample(facts: dict[str, Any]) -> Sample:
     moments += [n for span in step.spans for n in (span.begin, span.end)]
     _check(0 <= step.work < _REAL, step.rank, step.step, step.begin, step.end, *moments, *last.values())
     account(step, last)  # who can share the step out knows all that is in it
-    return Sample(step, last)
+    return StepSample(step, last)
 
 
 def _check(right: bool, *whole: Any) -> None:

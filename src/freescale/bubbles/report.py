@@ -1,15 +1,16 @@
 """The page about a run's bubbles: what they are, on which ranks, when, and what a step looks like. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from freescale import page
 from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account, segments
-from freescale.bubbles.records import COLUMNS, Interval, Recorded, Sample
-from freescale.bubbles.summary import Line, Row, Summary, averaged, means, summarize
+from freescale.bubbles.records import COLUMNS, IntervalRecord, RunRecord, StepSample
+from freescale.bubbles.summary import Line, Row, Summary, mean_by_group, mean_over_ranks, summarize
 
 COLOURS = {
     "forward": "#2b7bba",
@@ -32,7 +33,7 @@ _SEEN = 0.001
 _MOST_COLUMNS = 60
 
 
-def rows(lines: Iterable[Line]) -> list[list[str]]:
+def cause_rows(lines: Iterable[Line]) -> list[list[str]]:
     """The table that a person needs: causes that took any time, the longest first."""
     shown = sorted((line for line in lines if line.ms >= 0.0005 or line.hidden_ms >= 0.0005), key=lambda x: -x.ms)
     hidden = [f"{line.hidden_ms:.2f}" if line.cause in TRAFFIC else "" for line in shown]
@@ -57,30 +58,30 @@ def headline(summary: Summary) -> str:
     )
 
 
-def colours_of(lines: Iterable[Line]) -> dict[str, str]:
+def visible_colours(lines: Iterable[Line]) -> dict[str, str]:
     """Of causes that can be seen in a chart of these."""
     seen = {line.cause for line in lines if line.share >= _SEEN}
     return {cause: colour for cause, colour in COLOURS.items() if cause in seen}
 
 
-def chosen(samples: Mapping[int, Sequence[Sample]]) -> list[int]:
+def representative_steps(samples: Mapping[int, Sequence[StepSample]]) -> list[int]:
     """Steps worth a look: the middling one and the slowest, leaving out the first, which warms up."""
     took = {step: max(s.step.end - s.step.begin for s in of_ranks) for step, of_ranks in samples.items() if step > 1}
     by_time = sorted(took or samples, key=lambda step: took.get(step, 0))
     return sorted({by_time[len(by_time) // 2], by_time[-1]}) if by_time else []
 
 
-def report(recorded: Recorded, steps: Sequence[int]) -> list[str]:
+def report_sections(recorded: RunRecord, steps: Sequence[int]) -> list[str]:
     """The sections of a page, with these steps drawn."""
     intervals, samples = recorded
     summary = summarize(intervals)
-    colours = colours_of(summary.lines)
+    colours = visible_colours(summary.lines)
     return [
         page.section(
             "Causes",
             "Every instant of every rank's step has one cause. Traffic counts where it is exposed; what lies behind "
             "compute is hidden and costs nothing.",
-            page.table(HEADER, rows(summary.lines)),
+            page.table(HEADER, cause_rows(summary.lines)),
             page.table(["cause", "what to do"], advice(summary.lines), words=(0, 1)),
         ),
         *_by_rank(intervals, colours),
@@ -91,10 +92,10 @@ def report(recorded: Recorded, steps: Sequence[int]) -> list[str]:
     ]
 
 
-def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
+def _by_rank(intervals: Sequence[IntervalRecord], colours: Mapping[str, str]) -> list[str]:
     bars = [
         page.StackedBar(name, dict(zip(COLUMNS, values.tolist(), strict=True)))
-        for name, values in averaged(intervals).items()
+        for name, values in mean_by_group(intervals).items()
     ]
     drawn = page.stacked_bars(bars, colours, rows="rank", axis="ms per step")
     return [
@@ -107,16 +108,16 @@ def _by_rank(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[
     ]
 
 
-def _over_time(intervals: Sequence[Interval], colours: Mapping[str, str]) -> list[str]:
-    bars = [page.StackedBar(f"{part[-1].step:,}", means(part)) for part in _merged(intervals)]
+def _over_time(intervals: Sequence[IntervalRecord], colours: Mapping[str, str]) -> list[str]:
+    bars = [page.StackedBar(f"{part[-1].step:,}", mean_over_ranks(part)) for part in _merged(intervals)]
     drawn = page.stacked_bars(bars, colours, rows="up to step", axis="ms per step, mean of all ranks")
     return [page.section("Over time", "The same, from the first steps to the last.", page.legend(colours), drawn)]
 
 
-def _who_waits(intervals: Sequence[Interval]) -> list[str]:
+def _who_waits(intervals: Sequence[IntervalRecord]) -> list[str]:
     parts = _merged(intervals)
-    names = list(averaged(intervals))
-    waited = [{name: _waiting_percent(row) for name, row in averaged(part).items()} for part in parts]
+    names = list(mean_by_group(intervals))
+    waited = [{name: _waiting_percent(row) for name, row in mean_by_group(part).items()} for part in parts]
     values = [[of_part.get(name, math.nan) for of_part in waited] for name in names]
     columns = [f"{part[-1].step:,}" for part in parts]
     drawn = page.heat_map(names, columns, values, rows="rank", axis="up to step", unit="% of the step")
@@ -129,7 +130,7 @@ def _waiting_percent(row: Row) -> float:
     return float(100 * row[COLUMNS.index("straggler")] / max(row[: len(CAUSES)].sum(), 1e-9))
 
 
-def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
+def _timeline(of_ranks: Sequence[StepSample], colours: Mapping[str, str]) -> str:
     first = min(sample.step.begin for sample in of_ranks)
     lanes = []
     for sample in of_ranks:
@@ -145,10 +146,13 @@ def _timeline(of_ranks: Sequence[Sample], colours: Mapping[str, str]) -> str:
     return page.section(f"Step {of_ranks[0].step.step:,}", text, page.legend(colours), drawn)
 
 
-def _against_cost(samples: Mapping[int, Sequence[Sample]]) -> list[str]:
+def _against_cost(samples: Mapping[int, Sequence[StepSample]]) -> list[str]:
     """Measured compute of ranks in sampled steps against what the cost model thought of their batches."""
     measured = [
-        (sample.step.work, sum(account(sample.step, sample.last).of(kind) for kind in ("forward", "backward")) / 1e6)
+        (
+            sample.step.work,
+            sum(account(sample.step, sample.last).cause_ns(kind) for kind in ("forward", "backward")) / 1e6,
+        )
         for step, of_ranks in samples.items()
         for sample in of_ranks
         if sample.step.work and step > 1
@@ -167,7 +171,38 @@ def _against_cost(samples: Mapping[int, Sequence[Sample]]) -> list[str]:
     return [page.section("Measured time against the cost model", text, drawn)]
 
 
-def _merged(intervals: Sequence[Interval]) -> list[Sequence[Interval]]:
+def _merged(intervals: Sequence[IntervalRecord]) -> list[Sequence[IntervalRecord]]:
     """Neighbours together, so that there are not more than a page can show."""
     size = -(-len(intervals) // _MOST_COLUMNS)
     return [intervals[first : first + size] for first in range(0, len(intervals), size)]
+
+
+def chrome_trace(samples: Mapping[int, Sequence[StepSample]]) -> dict[str, Any]:
+    """All sampled steps, at the times at which they were."""
+    ranks = sorted({sample.step.rank for of_ranks in samples.values() for sample in of_ranks})
+    events = [event for rank in ranks for event in _chrome_names(rank)]
+    events += [event for of_ranks in samples.values() for sample in of_ranks for event in _chrome_events(sample)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _chrome_names(rank: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    for track, name in enumerate(("steps", "causes", *TRAFFIC)):
+        yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
+
+
+def _chrome_events(sample: StepSample) -> Iterator[dict[str, Any]]:
+    step = sample.step
+
+    def block(track: int, name: str, begin: int, end: int, **args: object) -> dict[str, Any]:
+        times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+        return {"ph": "X", "pid": step.rank, "tid": track, "name": name, **times, "args": args}
+
+    yield block(0, f"step {step.step}", step.begin, step.end, work=step.work)
+    for piece in segments(step, sample.last):
+        yield block(1, piece.cause, piece.begin, piece.end)
+    for transfer in step.transfers:
+        track = 2 + TRAFFIC.index(transfer.kind)
+        last = (sample.last[transfer.name] - transfer.arrived) / 1e3
+        yield block(track, transfer.name, transfer.arrived, transfer.done, waited_for_last_rank_us=last)

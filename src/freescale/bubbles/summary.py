@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC
-from freescale.bubbles.records import COLUMNS, Interval, group_name
+from freescale.bubbles.records import COLUMNS, IntervalRecord, group_name
 
 Row = NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class Summary(NamedTuple):
         return 100.0 * (1.0 - sum(line.share for line in self.lines if line.cause in COMPUTE))
 
 
-def averaged(intervals: Sequence[Interval]) -> dict[str, Row]:
+def mean_by_group(intervals: Sequence[IntervalRecord]) -> dict[str, Row]:
     """Milliseconds per step of each rank, or group of ranks, over the steps that it took part in, by COLUMNS."""
     sums: dict[str, Row] = {}
     counts: Counter[str] = Counter()
@@ -82,16 +82,16 @@ def averaged(intervals: Sequence[Interval]) -> dict[str, Row]:
     return {name: sums[name] / counts[name] for name in sorted(sums, key=_first_rank)}
 
 
-def means(intervals: Sequence[Interval]) -> dict[str, float]:
+def mean_over_ranks(intervals: Sequence[IntervalRecord]) -> dict[str, float]:
     """Milliseconds per step, mean of all ranks and steps, by COLUMNS."""
     rows = [np.average(interval.ms, axis=0, weights=interval.ms[:, -1]) for interval in intervals]
     mean = np.average(rows, axis=0, weights=[interval.steps for interval in intervals])
     return dict(zip(COLUMNS, mean.tolist(), strict=True))
 
 
-def summarize(intervals: Sequence[Interval]) -> Summary:
+def summarize(intervals: Sequence[IntervalRecord]) -> Summary:
     """Add up a run, whatever numbers of ranks it had."""
-    of_groups, mean = averaged(intervals), means(intervals)
+    of_groups, mean = mean_by_group(intervals), mean_over_ranks(intervals)
     step = sum(mean[cause] for cause in CAUSES)
     lines = []
     for place, cause in enumerate(CAUSES):

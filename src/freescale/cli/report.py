@@ -11,11 +11,18 @@ from typing import Any
 import tyro
 
 from freescale import page
-from freescale.bubbles import records, ring
-from freescale.bubbles.kineto.traces import read as read_traces
-from freescale.bubbles.report import HEADER, advice, chosen, headline, report, rows
+from freescale.bubbles import flight_recorder, records
+from freescale.bubbles.kineto import read_traces
+from freescale.bubbles.report import (
+    HEADER,
+    advice,
+    cause_rows,
+    chrome_trace,
+    headline,
+    report_sections,
+    representative_steps,
+)
 from freescale.bubbles.summary import Summary, summarize
-from freescale.bubbles.trace import trace_of
 from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
 from freescale.errors import UsageError
 from freescale.progress import progress
@@ -49,7 +56,7 @@ class _Found:
     """What a run left in its folder."""
 
     folder: Path
-    recorded: records.Recorded | None
+    recorded: records.RunRecord | None
     """None before the first interval was recorded."""
     noted: curves.Run
 
@@ -87,15 +94,20 @@ def run(argv: Sequence[str], prog: str) -> int:
 
 def _tell_how_it_was_lost(run: Path) -> None:
     """What every rank was about when a start of this run did not end well."""
-    if lost := ring.read(run):
+    if lost := flight_recorder.read(run):
         header = ["rank", "step of its start", "begun and not ended", "silent before the last"]
-        print_table("last operations of a start that was lost, or still runs", header, ring.stuck(lost), words=(2,))
+        print_table(
+            "last operations of a start that was lost, or still runs",
+            header,
+            flight_recorder.unfinished_operations(lost),
+            words=(2,),
+        )
 
 
 def _read(options: Options, prog: str) -> list[_Found]:
     if options.from_kineto is not None and not options.runs:
         traces, folder = read_traces(options.from_kineto), options.from_kineto
-        return [_Found(folder, records.of_steps(traces.steps, traces.clock_bound), curves.Run(str(folder), []))]
+        return [_Found(folder, records.from_steps(traces.steps, traces.clock_bound), curves.Run(str(folder), []))]
     if options.from_kineto is not None or len(options.runs) not in (1, 2):
         remedy = f"see {prog} --help"
         raise UsageError("name one run, two runs to compare, or --from-kineto and a folder", remedy=remedy)
@@ -120,7 +132,7 @@ def _show(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
         say("no interval of steps was recorded yet, so nothing is known of where the time went")
         return written
     say(headline(summary))
-    print_table(str(one.folder), HEADER, rows(summary.lines))
+    print_table(str(one.folder), HEADER, cause_rows(summary.lines))
     say(*(f"{cause}: {text}" for cause, text in advice(summary.lines)))
     return written
 
@@ -138,10 +150,10 @@ def _write(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
         raise UsageError(f"step {unknown[0]} was not kept whole", where=str(one.folder), remedy=remedy)
     folder = one.folder / records.FOLDER
     sections = curves.training([one.noted]) if one.noted.noted or one.noted.damaged else []
-    sections += [] if one.recorded is None else report(one.recorded, steps or chosen(samples))
+    sections += [] if one.recorded is None else report_sections(one.recorded, steps or representative_steps(samples))
     written = {"page": folder / "report.html", "trace": folder / "trace.json"}
     write_page(written["page"], page.document(str(one.folder), one.lead, *sections))
-    written["trace"].write_text(json.dumps(trace_of(samples)), encoding="utf-8")
+    written["trace"].write_text(json.dumps(chrome_trace(samples)), encoding="utf-8")
     return written
 
 

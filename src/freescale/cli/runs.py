@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from freescale.bubbles import ring
+from freescale.bubbles import flight_recorder
 from freescale.cli.options import Flag, parse, print_json, print_table, say
 from freescale.train.journal import FILE, entries
 
@@ -75,7 +75,7 @@ def _state(folder: Path, noted: Sequence[dict[str, Any]]) -> str:
     """As the run noted it at its end; without, as its flight recorders tell."""
     if noted and noted[-1]["kind"] == "end":
         return "done" if noted[-1].get("finished") else "stopped"
-    signs = [notes[-1].at for notes in ring.read(folder).values() if notes]
+    signs = [notes[-1].at for notes in flight_recorder.read(folder).values() if notes]
     return "running" if signs and time.time() - max(signs) / 1e9 < _SILENT_SECONDS else "lost"
 
 

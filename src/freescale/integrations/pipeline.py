@@ -18,7 +18,7 @@ from torch.nn import functional
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from freescale.bubbles.book import Bubbles
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.config import TransportConfig
 from freescale.embedding.fused import FusedCollection, FusedShard
 from freescale.embedding.ids import deduplicate
@@ -73,7 +73,7 @@ class Pipeline(Generic[B]):
         *,
         features: Callable[[B], Sequence[KeyedJaggedTensor]] | None = None,
         device: torch.device | None = None,
-        bubbles: Bubbles | None = None,
+        bubbles: StepProfiler | None = None,
         timeout: float = 600.0,
         overlap: bool = True,
         transport: TransportConfig | None = None,
@@ -94,7 +94,7 @@ class Pipeline(Generic[B]):
         _require_even(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
         if bubbles is not None:
-            ways.urgent.add_tracer(bubbles.recorder.begins)
+            ways.urgent.add_tracer(bubbles.recorder.begin_transfer)
         recorder = None if bubbles is None else bubbles.recorder
         schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
         operations = operation_table(self, self._tables)
@@ -116,7 +116,7 @@ class Pipeline(Generic[B]):
                 if not flight.embedding.canceled:
                     steps += 1
                     yield flight.output
-                    keep = following.embedding.canceled or following is self._runner.executor.expected
+                    keep = following.embedding.canceled or following is self._runner.executor.prefetched
                     flight = following if keep else _flight(following.batch)
             self._log_leftover(flight, steps)
         finally:
@@ -124,11 +124,11 @@ class Pipeline(Generic[B]):
 
     def settle(self) -> None:
         """Bring the tables to where they stand after the last step. Called by itself before they are read or saved."""
-        self._runner.executor.settle()
+        self._runner.executor.synchronize()
 
     def forget(self) -> None:
         """Drop rows that were fetched ahead, since somebody else changes the tables."""
-        self._runner.executor.forget()
+        self._runner.executor.discard_prefetched()
 
     def close(self) -> None:
         """End what runs beside the step."""

@@ -1,7 +1,7 @@
-"""Runs a schedule: what is deferred in a thread of its own, everything else where it is issued. Knows no torch.
+"""Executes a schedule: deferred operations on a background thread, all others where they are issued. Torch-free.
 
-Run strictly serially, the same operations are done in the same order, one after another, on one thread; what is learnt
-must be the same to the last bit.
+Strictly serial execution runs the same operations in the same order on one thread. The training result is bitwise
+identical.
 """
 
 import queue
@@ -14,177 +14,186 @@ from typing import Generic, TypeVar
 from freescale.overlap.schedule import Operation, Schedule
 
 F = TypeVar("F")
-Rest = Callable[[], None]
-"""What is left to do of an operation when somebody needs it: to wait for what it began."""
-Do = Callable[[Operation, F], Rest | None]
-"""Does an operation on a batch."""
-Waits = Callable[[str], AbstractContextManager[None]]
+Completion = Callable[[], None]
+"""Completion callback of an operation: waits for the transfer that it started."""
+RunOperation = Callable[[Operation, F], Completion | None]
+"""Runs an operation on a batch."""
+RecordWait = Callable[[str], AbstractContextManager[None]]
 """Surrounds a wait for deferred work of some cause."""
-Take = Callable[[], None]
+StreamWait = Callable[[], None]
+Key = tuple[str, int]
+"""An operation and the number of the batch that it works on."""
 
 
 class Streams:
-    """Where a device runs what the lanes launch. One that computes at once, as a CPU does, has nothing to do here."""
+    """The device streams of the lanes. This base is for devices that compute synchronously, such as the CPU."""
 
     def deferred(self) -> AbstractContextManager[object]:
-        """What is launched inside runs beside everything else."""
+        """Launch the work inside on the stream of the deferred lane."""
         return nullcontext()
 
-    def hand_over(self) -> Take:
-        """Called where work was launched. What is launched after calling the result, anywhere, runs after that work."""
+    def fence(self) -> StreamWait:
+        """Mark the work launched so far. Work launched after calling the result, on any stream, runs after it."""
         return lambda: None
 
 
-NONE = Streams()
+_NO_STREAMS = Streams()
 
 
 class Executor(Generic[F]):
-    """Issues the operations of one step after another. Batches are whatever the operations work on."""
+    """Issues the operations of one step after another. A batch is any object that the operations work on."""
 
     def __init__(
-        self, schedule: Schedule, do: Do[F], waits: Waits, *, streams: Streams = NONE, strictly_serial: bool = False
+        self,
+        schedule: Schedule,
+        run_operation: RunOperation[F],
+        record_wait: RecordWait,
+        *,
+        streams: Streams = _NO_STREAMS,
+        strictly_serial: bool = False,
     ) -> None:
-        self._schedule, self._do, self._waits, self._streams = schedule, do, waits, streams
+        self._schedule, self._run_operation, self._record_wait = schedule, run_operation, record_wait
+        self._streams = streams
         deferred = any(operation.lane == "deferred" for operation in schedule.operations)
         self.overlaps = deferred and not strictly_serial
-        self.looks_ahead = any(operation.batch > 0 for operation in schedule.operations)
-        self._lane = _Thread(self._streams) if self.overlaps else None
+        self.prefetches = any(operation.batch > 0 for operation in schedule.operations)
+        self._thread = _DeferredThread(self._streams) if self.overlaps else None
         self._operation = {operation.key: operation for operation in schedule.operations}
-        self._deferred: dict[tuple[str, int], tuple[Future[Take], F]] = {}
-        self._begun: dict[tuple[str, int], Rest] = {}
-        self._hastened: set[str] = set()
+        self._deferred: dict[Key, tuple[Future[StreamWait], F]] = {}
+        self._incomplete: dict[Key, Completion] = {}
+        self._issued_early: set[str] = set()
         self._batches: dict[int, F] = {}
         self._number = 0
 
     @property
-    def expected(self) -> F | None:
-        """The batch of the next step, if its rows are already being fetched."""
+    def prefetched(self) -> F | None:
+        """The batch of the next step, if its rows are being prefetched."""
         return self._batches.get(self._number)
 
     @property
-    def under_way(self) -> list[F]:
-        """Batches of which something is done ahead, or still to be done behind."""
-        known = [*self._batches.values(), *(batch for _, batch in self._deferred.values())]
-        return list({id(batch): batch for batch in known}.values())
+    def in_flight(self) -> list[F]:
+        """Batches with prefetched rows or deferred operations."""
+        batches = [*self._batches.values(), *(batch for _, batch in self._deferred.values())]
+        return list({id(batch): batch for batch in batches}.values())
 
     def run(self, batch: F, following: F | None = None) -> None:
-        """Issue the step that computes a batch. What is done ahead is done for `following`."""
-        if batch is not self.expected:
-            self.forget()
+        """Issue the step that computes a batch. Prefetching operations work on `following`."""
+        if batch is not self.prefetched:
+            self.discard_prefetched()
             self._batches[self._number] = batch
             self._issue_step(self._number - 1)
-        if following is not None and self.looks_ahead:
+        if following is not None and self.prefetches:
             self._batches[self._number + 1] = following
         self._issue_step(self._number)
         del self._batches[self._number]
         self._number += 1
-        self._finish([known for known, (future, _) in self._deferred.items() if future.done()])
+        self._finish([key for key, (future, _) in self._deferred.items() if future.done()])
 
-    def hasten(self, key: str) -> None:
-        """Begin an operation on the batch that is computed before its turn, if nothing else has to be waited for.
+    def issue_early(self, key: str) -> None:
+        """Issue an operation on the current batch before its turn, if its other dependencies are complete.
 
-        Called by the operation that it waits for, once that has left all that it needs.
+        The operation that it depends on calls this, once its output is ready.
         """
         operation = self._operation.get(key)
         if operation is None or not self.overlaps:
             return
-        needed = [self._deferred.get((needs, self._number + batch)) for needs, batch in operation.needs()]
-        if all(one is None or one[0].done() for one in needed):
+        pending = [self._deferred.get((name, self._number + batch)) for name, batch in operation.dependencies()]
+        if all(entry is None or entry[0].done() for entry in pending):
             self._issue(operation, self._number, self._number)
-            self._hastened.add(key)
+            self._issued_early.add(key)
 
-    def settle(self) -> None:
-        """Wait for everything that was issued. Of the last step's batch nothing is left to do then."""
-        self._finish([*self._deferred, *self._begun])
+    def synchronize(self) -> None:
+        """Wait for every issued operation. The last step's batch is then fully applied."""
+        self._finish([*self._deferred, *self._incomplete])
 
-    def forget(self) -> None:
-        """Drop what was done ahead: the next batch begins anew."""
-        self.settle()
+    def discard_prefetched(self) -> None:
+        """Synchronize, then drop prefetched rows: the next batch is fetched anew."""
+        self.synchronize()
         self._batches.clear()
 
     def close(self) -> None:
-        """End the thread."""
-        if self._lane is not None:
-            self._lane.end()
+        """End the background thread."""
+        if self._thread is not None:
+            self._thread.end()
 
     def _issue_step(self, step: int) -> None:
         for operation in self._schedule.operations:
             number = step + operation.batch
-            if operation.key in self._hastened:
-                self._hastened.remove(operation.key)
+            if operation.key in self._issued_early:
+                self._issued_early.remove(operation.key)
             elif number in self._batches:
                 self._issue(operation, step, number)
 
     def _issue(self, operation: Operation, step: int, number: int) -> None:
-        batch, needed = self._batches[number], [(key, step + of_batch) for key, of_batch in operation.needs()]
+        batch, needed = self._batches[number], [(key, step + of_batch) for key, of_batch in operation.dependencies()]
         lane = operation.lane
-        # A lane does one thing at a time, and nothing that was only begun is left behind by what needs it.
-        self._finish([known for known in self._begun if known in needed or self._operation[known[0]].lane == lane])
-        if lane == "deferred" and self._lane is not None:
-            # All else that it waits for was issued before it on this lane, or on others and done.
-            taken = self._streams.hand_over()
-            future = self._lane.submit(lambda: self._behind(operation, batch, taken))
+        # A lane runs one operation at a time, and a dependency must be complete.
+        self._finish([key for key in self._incomplete if key in needed or self._operation[key[0]].lane == lane])
+        if lane == "deferred" and self._thread is not None:
+            # Its dependencies on this lane were issued before it; those on other lanes are complete.
+            wait_for_issuer = self._streams.fence()
+            future = self._thread.submit(lambda: self._run_deferred(operation, batch, wait_for_issuer))
             self._deferred[operation.key, number] = future, batch
             return
         self._finish(needed)
-        rest = self._do(operation, batch)
-        if rest is not None and self.overlaps:
-            self._begun[operation.key, number] = rest
+        completion = self._run_operation(operation, batch)
+        if completion is not None and self.overlaps:
+            self._incomplete[operation.key, number] = completion
         else:
-            _whole(rest)
+            _complete(completion)
 
-    def _behind(self, operation: Operation, batch: F, taken: Take) -> Take:
-        """On the deferred lane: take over what was launched before it, do it, and hand it over."""
-        taken()
-        _whole(self._do(operation, batch))
-        return self._streams.hand_over()
+    def _run_deferred(self, operation: Operation, batch: F, wait_for_issuer: StreamWait) -> StreamWait:
+        """Run an operation on the deferred lane, ordered after the work launched before it."""
+        wait_for_issuer()
+        _complete(self._run_operation(operation, batch))
+        return self._streams.fence()
 
-    def _finish(self, known: list[tuple[str, int]]) -> None:
-        """Wait for what was only begun and for what is deferred. An error behind the step is raised here."""
-        for one in known:
-            _whole(self._begun.pop(one, None))
-            future, _ = self._deferred.pop(one, (None, None))
+    def _finish(self, keys: list[Key]) -> None:
+        """Wait for incomplete and deferred operations. Errors from the deferred thread surface here."""
+        for key in keys:
+            _complete(self._incomplete.pop(key, None))
+            future, _ = self._deferred.pop(key, (None, None))
             if future is None:
                 continue
             if not future.done():
-                with self._waits(self._operation[one[0]].cause):
+                with self._record_wait(self._operation[key[0]].cause):
                     future.result()
             future.result()()
 
 
-def _whole(rest: Rest | None) -> None:
-    if rest is not None:
-        rest()
+def _complete(completion: Completion | None) -> None:
+    if completion is not None:
+        completion()
 
 
-class _Thread:
-    """Does one thing after another; nothing more once something has failed. It keeps no process from ending."""
+class _DeferredThread:
+    """A daemon thread that runs tasks in order. After a failure, every later task fails with the same error."""
 
     def __init__(self, streams: Streams) -> None:
-        self._orders: queue.SimpleQueue[tuple[Future[Take], Callable[[], Take]] | None] = queue.SimpleQueue()
-        self._failed: BaseException | None = None
+        self._tasks: queue.SimpleQueue[tuple[Future[StreamWait], Callable[[], StreamWait]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         threading.Thread(target=self._work, args=(streams,), name="freescale-deferred", daemon=True).start()
 
-    def submit(self, does: Callable[[], Take]) -> Future[Take]:
-        future: Future[Take] = Future()
-        self._orders.put((future, does))
+    def submit(self, function: Callable[[], StreamWait]) -> Future[StreamWait]:
+        future: Future[StreamWait] = Future()
+        self._tasks.put((future, function))
         return future
 
     def end(self) -> None:
-        self._orders.put(None)
+        self._tasks.put(None)
 
     def _work(self, streams: Streams) -> None:
         with streams.deferred():
-            while (order := self._orders.get()) is not None:
-                self._do(*order)
-                del order  # it holds a batch
+            while (task := self._tasks.get()) is not None:
+                self._run(*task)
+                del task  # it references a batch
 
-    def _do(self, future: Future[Take], does: Callable[[], Take]) -> None:
-        if self._failed is not None:
-            future.set_exception(self._failed)
+    def _run(self, future: Future[StreamWait], function: Callable[[], StreamWait]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
             return
         try:
-            future.set_result(does())
-        except BaseException as error:  # whatever it is, it belongs to who waits
-            self._failed = error
+            future.set_result(function())
+        except BaseException as error:  # raised again where the operation is waited for
+            self._error = error
             future.set_exception(error)

@@ -17,7 +17,7 @@ _MEMBERS = _BEFORE | {"urgent": (1, True), "deferred": (1, False)}
 """Of a set of a batch's rows: in which other batch, counted from it, they are or are not."""
 
 
-class Run(NamedTuple):
+class OperationInstance(NamedTuple):
     """One operation on one batch."""
 
     operation: Operation
@@ -30,9 +30,9 @@ class Run(NamedTuple):
 class Hazard(NamedTuple):
     """Two operations that may run in the wrong order."""
 
-    first: Run
+    first: OperationInstance
     """Must have ended before the other one begins, and that is not certain."""
-    then: Run
+    then: OperationInstance
     reason: str
 
     def __str__(self) -> str:
@@ -52,8 +52,8 @@ def require_safe(schedule: Schedule) -> Schedule:
 
 def hazards(schedule: Schedule) -> Iterator[Hazard]:
     """Every pair of operations whose order matters and is not certain."""
-    runs = [Run(o, step + o.batch) for step in range(_STEPS) for o in schedule.operations]
-    before = _certain(runs)
+    runs = [OperationInstance(o, step + o.batch) for step in range(_STEPS) for o in schedule.operations]
+    before = _happens_before(runs)
     for (i, one), (j, other) in itertools.combinations(enumerate(runs), 2):
         found = _conflict(schedule, one, other)
         if found is None:
@@ -64,14 +64,14 @@ def hazards(schedule: Schedule) -> Iterator[Hazard]:
             yield Hazard(runs[first], runs[then], reason)
 
 
-def _certain(runs: list[Run]) -> list[int]:
+def _happens_before(runs: list[OperationInstance]) -> list[int]:
     """Of each run, as bits, the runs that are certain to have ended when it begins."""
     place = {(run.operation.key, run.batch): at for at, run in enumerate(runs)}
     before: list[int] = []
     last_on_lane: dict[str, int] = {}
     for at, run in enumerate(runs):
         step = run.batch - run.operation.batch
-        needed = [(key, step + batch) for key, batch in run.operation.needs()]
+        needed = [(key, step + batch) for key, batch in run.operation.dependencies()]
         directly = [place[one] for one in needed if one in place]
         if run.operation.lane in last_on_lane:
             directly.append(last_on_lane[run.operation.lane])
@@ -82,16 +82,16 @@ def _certain(runs: list[Run]) -> list[int]:
     return before
 
 
-def _conflict(schedule: Schedule, one: Run, other: Run) -> tuple[bool, str] | None:
+def _conflict(schedule: Schedule, one: OperationInstance, other: OperationInstance) -> tuple[bool, str] | None:
     """Whether the order of two runs matters: if the other one must come first, and why."""
     for early, late, swapped in ((one, other, False), (other, one, True)):
-        reason = _rows(early, late) or _filled(early, late) or _overwritten(schedule, early, late)
+        reason = _row_conflict(early, late) or _fill_conflict(early, late) or _slot_conflict(schedule, early, late)
         if reason:
             return swapped, reason
     return None
 
 
-def _rows(early: Run, late: Run) -> str:
+def _row_conflict(early: OperationInstance, late: OperationInstance) -> str:
     """Whether both may touch a row, at least one of them changing it, and a serial step runs them in this order."""
     a, b = early.operation, late.operation
     for mine, theirs in itertools.product((*a.reads, *a.writes), (*b.reads, *b.writes)):
@@ -113,7 +113,7 @@ def _may_share(batch: int, rows: RowSet, other: int, others: RowSet) -> bool:
     return True
 
 
-def _filled(early: Run, late: Run) -> str:
+def _fill_conflict(early: OperationInstance, late: OperationInstance) -> str:
     """Whether the later one uses what the earlier one fills."""
     buffer = early.operation.fills
     if early.batch == late.batch and buffer and buffer in late.operation.uses and early.operation is not late.operation:
@@ -121,7 +121,7 @@ def _filled(early: Run, late: Run) -> str:
     return ""
 
 
-def _overwritten(schedule: Schedule, early: Run, late: Run) -> str:
+def _slot_conflict(schedule: Schedule, early: OperationInstance, late: OperationInstance) -> str:
     """Whether the later one fills the slot that the earlier one uses."""
     buffer = late.operation.fills
     touched = buffer and (buffer in early.operation.uses or buffer == early.operation.fills)

@@ -16,7 +16,7 @@ Lane = Literal["host", "compute", "urgent", "deferred"]
 """Two lanes of traffic: somebody waits for what is urgent; what is deferred goes behind compute and gives way."""
 RowSet = Literal["collision", "exclusive", "urgent", "deferred"]
 """Of the rows of a batch: also in the batch before, or not; also in the batch after, or not."""
-After = str | tuple[str, int]
+Dependency = str | tuple[str, int]
 """An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
 
@@ -28,7 +28,7 @@ class Operation:
     lane: Lane
     cause: str
     """Where its time goes: one of `bubbles.events.CAUSES`; of traffic, its class."""
-    after: tuple[After, ...] = ()
+    after: tuple[Dependency, ...] = ()
     """Keys of operations that must have ended."""
     part: int = 0
     """Which micro-batch it works on, where it works on one."""
@@ -48,7 +48,7 @@ class Operation:
         """What others wait for."""
         return f"{self.name}/{self.part}" if self.part else self.name
 
-    def needs(self) -> list[tuple[str, int]]:
+    def dependencies(self) -> list[tuple[str, int]]:
         """Keys of what must have ended, and the batch of each, as `batch` counts."""
         counted = [(after, 0) if isinstance(after, str) else after for after in self.after]
         return [(key, self.batch + later) for key, later in counted]
@@ -70,7 +70,7 @@ class Schedule:
         for at, operation in enumerate(self.operations):
             if operation.cause not in CAUSES:
                 raise ValueError(f"'{operation.key}' has the cause '{operation.cause}', which no ledger knows")
-            for key, batch in operation.needs():
+            for key, batch in operation.dependencies():
                 # An operation on batch b is issued `its batch` steps before step b.
                 if key not in place or (batch - place[key][1], place[key][0]) >= (0, at):
                     raise ValueError(f"'{operation.key}' is issued before what it waits for: {key}")
@@ -111,9 +111,9 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
-    others_changed: tuple[After, ...] = ("send_split", ("update_deferred", -2))
-    shared_changed: tuple[After, ...] = ("send_split", ("update_urgent", -1))
-    nobody_waits: tuple[After, ...] = (last, ("send_collision_rows", 1))
+    others_changed: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
+    shared_changed: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
+    nobody_waits: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=ids),
@@ -143,7 +143,7 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     return Schedule(operations, {"ids": 2, "split": 2, "rows": 2, "gradients": 2})
 
 
-def _compute(micro_batches: int, ready: tuple[After, ...]) -> list[Operation]:
+def _compute(micro_batches: int, ready: tuple[Dependency, ...]) -> list[Operation]:
     """Both passes of every micro-batch. Rows are used until the last backward pass, which leaves their gradients."""
     found: list[Operation] = []
     for part in range(micro_batches):
@@ -151,3 +151,12 @@ def _compute(micro_batches: int, ready: tuple[After, ...]) -> list[Operation]:
         backward = Operation("backward", "compute", "backward", (forward.key,), part, fills="gradients", uses=("rows",))
         found += [forward, backward]
     return found
+
+
+_BUCKETS, _SMALLEST, _LARGEST = 16, 1 << 18, 25 << 20
+"""Enough for the last to be short; none so small that a transfer is all latency, or larger than DDP's own."""
+
+
+def bucket_bytes(dense: float) -> float:
+    """At how many bytes a bucket is full, where the dense part has so many."""
+    return min(max(dense / _BUCKETS, _SMALLEST), _LARGEST)

@@ -73,7 +73,7 @@ class Books:
         whole = sum(end - begin for begin, end in passes)
         return min(1.0, beside / whole) if whole else 0.0
 
-    def shared_out(self, step: int) -> records.Interval:
+    def shared_out(self, step: int) -> records.IntervalRecord:
         """Where the time of a step went."""
         some = np.unique(
             np.linspace(0, self._world_size - 1, min(self._world_size, _KEPT)).round().astype(int)
@@ -86,8 +86,8 @@ class Books:
             spans = tuple(Span(cause, _ns(low[rank]), _ns(high[rank])) for cause, low, high in self._spans[step])
             transfers = tuple(sent.seen_by(rank) for sent in near)
             done = RankStep(rank, step, _ns(begin[rank]), _ns(end[rank]), spans, transfers)
-            total[place] = records.row(account(done, last))
-        return records.interval(total, step=step, steps=1, world_size=len(some), clock_bound=0)
+            total[place] = records.ledger_row(account(done, last))
+        return records.build_interval(total, step=step, steps=1, world_size=len(some), clock_bound=0)
 
 
 def _ns(seconds: float) -> int:

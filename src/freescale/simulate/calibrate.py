@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.bubbles.events import TRAFFIC, RankStep, Span, joined
-from freescale.bubbles.records import Sample
+from freescale.bubbles.events import TRAFFIC, RankStep, Span, merge_intervals
+from freescale.bubbles.records import StepSample
 from freescale.errors import DataError
 from freescale.simulate.operations import Machine
 
@@ -33,7 +33,7 @@ class Compute(NamedTuple):
         return replace(machine, step=self.step, work=self.work, forward=self.forward)
 
 
-def computes(samples: Mapping[int, Sequence[Sample]]) -> Compute:
+def computes(samples: Mapping[int, Sequence[StepSample]]) -> Compute:
     """How long ranks compute for the work of their batches, in whatever order they do things."""
     steps = [sample.step for number, of_ranks in samples.items() if number > _WARM for sample in of_ranks]
     forward, backward = np.array([_passes(step) for step in steps]).reshape(-1, 2).T
@@ -58,6 +58,6 @@ def _passes(step: RankStep) -> tuple[float, float]:
 def busy(step: RankStep, span: Span) -> float:
     """Seconds of a span without waits for transfers."""
     of_transfers = [wait for transfer in step.transfers for wait in transfer.waits]
-    waits = joined([*of_transfers, *((s.begin, s.end) for s in step.spans if s.kind in TRAFFIC)])
+    waits = merge_intervals([*of_transfers, *((s.begin, s.end) for s in step.spans if s.kind in TRAFFIC)])
     waited = sum(max(0, min(end, span.end) - max(begin, span.begin)) for begin, end in waits)
     return (span.end - span.begin - waited) / 1e9

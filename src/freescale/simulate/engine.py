@@ -13,7 +13,7 @@ import numpy as np
 
 from freescale.balance.placement import Floats
 from freescale.bubbles.events import TRAFFIC
-from freescale.bubbles.records import Interval
+from freescale.bubbles.records import IntervalRecord
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.books import Books, Sent
 from freescale.simulate.network import Flow, Network
@@ -80,7 +80,7 @@ class Engine:
         """Seconds of pieces that are under way when something urgent begins."""
         self._slow = 1.0 + cluster.slow_by * (self._rng.random(self._world_size) < cluster.slow_share)
 
-    def run(self) -> list[Interval]:
+    def run(self) -> list[IntervalRecord]:
         """Go through all steps; gives where their time went."""
         for step in range(-_AHEAD, len(self._loads)):
             self._issue(step)
@@ -246,4 +246,4 @@ class Engine:
 
 
 def _needed(operation: Operation, step: int) -> list[Key]:
-    return [(key, step + batch) for key, batch in operation.needs()]
+    return [(key, step + batch) for key, batch in operation.dependencies()]

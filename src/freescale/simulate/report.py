@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from freescale import page
-from freescale.bubbles.report import colours_of
+from freescale.bubbles.report import visible_colours
 from freescale.simulate.cluster import FIGURES, Cluster
 from freescale.simulate.whatif import Outcome
 
@@ -69,7 +69,7 @@ def _scaling(outcomes: Sequence[Outcome]) -> str:
 
 def _ablation(outcomes: Sequence[Outcome]) -> list[str]:
     """At every size, a bar for each set of techniques."""
-    colours, sections = colours_of(line for one in outcomes for line in one.summary.lines), []
+    colours, sections = visible_colours(line for one in outcomes for line in one.summary.lines), []
     for size in sorted({one.world_size for one in outcomes}):
         some = [one for one in outcomes if one.world_size == size]
         bars = [page.StackedBar(o.techniques.name, {line.cause: line.ms for line in o.summary.lines}) for o in some]

@@ -17,7 +17,7 @@ from freescale.balance.placement import Floats, Ints
 from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.dataset import DatasetStats
-from freescale.overlap.buckets import bucket_bytes
+from freescale.overlap.schedule import bucket_bytes
 from freescale.simulate.popularity import Popularity, Rows
 
 SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length

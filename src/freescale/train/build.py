@@ -10,8 +10,8 @@ from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches, Batches
 from freescale.balance.sample_exchange import Exchange
-from freescale.bubbles.book import Bubbles
 from freescale.bubbles.recorder import Recorder
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
@@ -90,9 +90,9 @@ def build(
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _STEPS_PER_INTERVAL)
-    bubbles = Bubbles(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
-    world.transport.add_tracer(bubbles.recorder.begins)
-    ways.urgent.add_tracer(bubbles.recorder.begins)
+    bubbles = StepProfiler(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
+    world.transport.add_tracer(bubbles.recorder.begin_transfer)
+    ways.urgent.add_tracer(bubbles.recorder.begin_transfer)
     parallel = data_parallel(assembly.network, world, bubbles.recorder)
     optimizer = optimizer_of(config, assembly.network.parameters())
     schedule = _schedule(config, overlaps=ways.deferred is not None)
@@ -154,7 +154,7 @@ def _balanced(
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
     transport, hosts = transport_for_samples(way, timeout=config.train.timeout)
     planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
-    transport.add_tracer(lambda name, size: recorder.arrive(name, "samples", alone=True, size=size))
+    transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 

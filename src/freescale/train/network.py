@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from freescale.bubbles.ddp import watched
-from freescale.bubbles.recorder import Recorder
+from freescale.bubbles.recorder import Recorder, record_comm_hook
 from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.tables import ReplicatedTables
 from freescale.models.protocol import Model, Rows
-from freescale.overlap.buckets import bucket_bytes
+from freescale.overlap.schedule import bucket_bytes
 from freescale.transport.c10d import C10d
 from freescale.transport.world import World
 
@@ -74,7 +73,7 @@ def data_parallel(network: Network, world: World, recorder: Recorder | None = No
         find_unused_parameters=True,
         bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # any number will do
     )
-    parallel.register_comm_hook(world.transport, _add_up if recorder is None else watched(_add_up, recorder))
+    parallel.register_comm_hook(world.transport, _add_up if recorder is None else record_comm_hook(_add_up, recorder))
     return parallel
 
 

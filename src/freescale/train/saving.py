@@ -13,7 +13,7 @@ import torch
 from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import Batches
-from freescale.bubbles.book import Bubbles
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import state, store
 from freescale.checkpoint.files import CheckpointError, DamagedError, MismatchError, Part
 from freescale.config import RunConfig, to_toml
@@ -46,7 +46,7 @@ class Parts:
     tables: ShardedTables | None
     optimizer: torch.optim.Optimizer
     step: Step
-    bubbles: Bubbles
+    bubbles: StepProfiler
     cost: Cost
     """Of a sample, for the report."""
     data: DataIdentity

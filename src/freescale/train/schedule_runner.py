@@ -11,7 +11,7 @@ from freescale.bubbles.recorder import CollectiveRecord as Transfer
 from freescale.bubbles.recorder import Recorder
 from freescale.embedding.prioritized import EmbeddingContext, EmbeddingMemory, embedding_memory
 from freescale.embedding.sharded import ShardedTables
-from freescale.overlap.executor import Executor, Rest, Streams
+from freescale.overlap.executor import Completion, Executor, Streams
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.transport.selection import TransportSelection
 
@@ -23,7 +23,7 @@ class HasEmbedding(Protocol):
 
 
 S = TypeVar("S", bound=HasEmbedding)
-Perform = Callable[[S, Operation], Rest | None]
+Perform = Callable[[S, Operation], Completion | None]
 """Performs an operation on the state of a batch. A returned callback waits for what the operation started."""
 
 
@@ -55,27 +55,27 @@ class ScheduleRunner(Generic[S]):
     def run(self, state: S, following: S | None) -> None:
         """Run one step. Rows of `following` and gradients of `state` may still be in transfer afterwards."""
         self.executor.run(state, following)
-        now = embedding_memory([batch.embedding for batch in self.executor.under_way])
+        now = embedding_memory([batch.embedding for batch in self.executor.in_flight])
         self.peak_bytes = EmbeddingMemory(*map(max, self.peak_bytes, now))
 
-    def _perform(self, operation: Operation, state: S) -> Rest | None:
+    def _perform(self, operation: Operation, state: S) -> Completion | None:
         if state.embedding.canceled:  # on all ranks alike, so no rank waits for a skipped exchange
             return None
         # The deferred lane is another thread, which the recorder cannot follow: only its transfers are recorded.
         in_background = operation.lane == "deferred" and self.executor.overlaps
         if in_background:
             self._deferred_cause = operation.cause
-        with nullcontext() if in_background or self._recorder is None else self._recorder.during(operation.cause):
+        with nullcontext() if in_background or self._recorder is None else self._recorder.record(operation.cause):
             return self._operations[operation.name](state, operation)
 
     def _trace_deferred(self, recorder: Recorder, name: str, size: int) -> Transfer:
         """Record a deferred transfer beside the steps, or inside them where all operations run one after another."""
         if not self.executor.overlaps:
-            return recorder.begins(name, size)
-        return recorder.arrive(name, self._deferred_cause, alone=True, size=size)
+            return recorder.begin_transfer(name, size)
+        return recorder.begin_collective(name, self._deferred_cause, independent=True, size=size)
 
     def _waiting(self, cause: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.waiting(cause)
+        return nullcontext() if self._recorder is None else self._recorder.record_wait(cause)
 
 
 class SideStream(Streams):
@@ -88,7 +88,7 @@ class SideStream(Streams):
         """Launch work on the side stream."""
         return self._side
 
-    def hand_over(self) -> Callable[[], None]:
+    def fence(self) -> Callable[[], None]:
         """Record an event that another stream waits for, without blocking the host."""
         event = torch.accelerator.current_stream(self._device).record_event()
         return lambda: torch.accelerator.current_stream(self._device).wait_event(event)

@@ -20,7 +20,7 @@ from freescale.data.batch import Batch
 from freescale.embedding.ids import UniqueIds
 from freescale.embedding.prioritized import EmbeddingContext, RowOperations, require
 from freescale.embedding.sharded import ShardedTables
-from freescale.overlap.executor import Rest
+from freescale.overlap.executor import Completion
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.network import Network, backward
 from freescale.train.numbers import Judge, are_finite, culprits
@@ -37,7 +37,7 @@ def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> 
     """
     rows = None if tables is None else RowOperations(tables)
 
-    def on_rows(operation: Callable[[RowOperations, EmbeddingContext, str], Rest | None]) -> Perform[S]:
+    def on_rows(operation: Callable[[RowOperations, EmbeddingContext, str], Completion | None]) -> Perform[S]:
         return lambda state, issued: operation(require(rows), state.embedding, issued.lane)
 
     return {
@@ -147,7 +147,7 @@ class Step:
         """Whether this rank withheld row gradients in a step whose dense gradient was finite."""
         operations = operation_table(self, tables)
         self._runner = ScheduleRunner(schedule, operations, tables, transports, recorder, world.device)
-        self.looks_ahead = self._runner.executor.looks_ahead
+        self.looks_ahead = self._runner.executor.prefetches
 
     def run(
         self, batch: Batch, rates: LearningRates, *, stop: bool = False, following: Batch | None = None
@@ -156,7 +156,7 @@ class Step:
 
         `following`: the batch of the next call. An overlapped schedule fetches its rows during this step.
         """
-        state = self._runner.executor.expected
+        state = self._runner.executor.prefetched
         if state is None or state.batch is not batch:
             state = StepState(batch, stop)
         state.rates, state.embedding.lr = rates, dict.fromkeys(self._network.model.tables, rates.tables)
@@ -213,11 +213,11 @@ class Step:
 
     def settle(self) -> None:
         """Wait until the tables contain the updates of all steps."""
-        self._runner.executor.settle()
+        self._runner.executor.synchronize()
 
     def forget(self) -> None:
         """Drop prefetched rows and records of non-finite values, before the trainer goes back to a checkpoint."""
-        self._runner.executor.forget()
+        self._runner.executor.discard_prefetched()
         self.nonfinite_samples, self.partially_applied = [], False
 
     def report(self) -> list[str]:
@@ -243,8 +243,8 @@ class Step:
         if not state.finite:
             for gradient in gradients:  # else NaN would spread to every sample that uses these rows
                 gradient.zero_()
-        self._runner.executor.hasten("send_urgent_gradients")
-        return self._recorder.waiting("other traffic")
+        self._runner.executor.issue_early("send_urgent_gradients")
+        return self._recorder.record_wait("other traffic")
 
     def _check_gradient(self, state: StepState) -> None:
         """Decide whether the dense gradient can be used, before any update."""

@@ -33,7 +33,7 @@ class Trainer:
         self.saving = Saving(parts, self.at, folder, journal)
         self._faults = Faults(self._train.on_fault)
         self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
-        parts.bubbles.watcher = self._stopwatch.took if self._stopwatch is not None else None
+        parts.bubbles.on_compute_time = self._stopwatch.took if self._stopwatch is not None else None
         self._meter = Meter(parts.planner)
         self._terms = LossTerms(parts)
         self._asked_at = 0.0
@@ -90,8 +90,8 @@ class Trainer:
     def _train_on(self) -> bool | None:
         """Step after step; gives whether somebody asked to stop, or None if training has to go back."""
         stopped, bubbles, step = False, self.parts.bubbles, self.parts.step
-        bubbles.restart()
-        batches = bubbles.each("data", self._batches())
+        bubbles.restart_step()
+        batches = bubbles.iterate("data", self._batches())
         taken = next(batches, None)
         while taken is not None and not stopped:
             batch, self.at.cursor = taken
@@ -106,10 +106,10 @@ class Trainer:
             stopped = state.stop
             if self._has_to_go_back(state):
                 return None
-            with bubbles.during("host"):
+            with bubbles.record("host"):
                 self._tell_if_due(state)
             self._evaluate_if_due()
-            with bubbles.during("host"):
+            with bubbles.record("host"):
                 if self.saving.is_due(stopped=stopped):
                     self.saving.save()
             if not step.looks_ahead and not stopped:
@@ -143,7 +143,7 @@ class Trainer:
         self.saving.complete_the_last()
         self.saving.resume()
         with self.parts.world.transport.guard("bubbles"):
-            self.parts.bubbles.go_back(self.at.done)
+            self.parts.bubbles.rewind(self.at.done)
         self._meter.restart()
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
@@ -193,7 +193,7 @@ class Trainer:
         told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
         self._journal.say(f"step {self.at.done}: {told}")
         self._meter.restart()
-        self.parts.bubbles.restart()
+        self.parts.bubbles.restart_step()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Stop after the step; at once if asked again later. A terminal and a launcher may both pass on one Ctrl-C."""

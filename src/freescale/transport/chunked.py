@@ -60,7 +60,7 @@ class ChunkedTransport(Transport):
         self._staging.copier.begin()
         going, coming = ([*some, *[nothing] * (own - len(some))] for some in (going, coming))
         self._exchange(going, coming, name)
-        self._staging.copier.hand_over()
+        self._staging.copier.wait_for_copies()
         more = int(heard.max()) - own
         self._exchange([nothing] * more, [nothing] * more, name)
         return CompletedWork(out)

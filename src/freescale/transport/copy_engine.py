@@ -86,7 +86,7 @@ class CopyEngine:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         """The stream that computes waits for the copies, no host does."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

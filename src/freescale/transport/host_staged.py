@@ -43,7 +43,7 @@ class Copier:
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         """Whoever computes may use from here on what was copied so far."""
 
 
@@ -71,7 +71,7 @@ class StreamCopier(Copier):
         """An event behind them."""
         return self._stream.record_event()
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         """The stream that computes waits for this one."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

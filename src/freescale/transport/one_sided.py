@@ -52,7 +52,7 @@ class SymmetricMemory(Protocol):
     def moving(self) -> AbstractContextManager[object]:
         """Copies and signals that are asked for inside happen where they take the least from compute."""
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         """Whoever computes may use from here on what was moved so far."""
 
 
@@ -126,7 +126,7 @@ class OneSided(Transport):
                 while self._arrived[peer] < awaited[peer]:
                     self._memory.wait(peer, until=until)
                     self._arrived[peer] += 1
-        self._memory.hand_over()
+        self._memory.wait_for_copies()
         if far is not None:
             far()
 

@@ -91,7 +91,7 @@ class SharedMemory:
         """Copies are made by whoever asks for them."""
         return nullcontext()
 
-    def hand_over(self) -> None:
+    def wait_for_copies(self) -> None:
         """They are done when they were asked for."""
 
     def _new(self, bits: int) -> _Block:

@@ -9,14 +9,16 @@ import re
 import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
-from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer, joined
+from freescale.bubbles.events import COMPUTE, RankStep, Span, Transfer, merge_intervals
 from freescale.errors import DataError, reason
 from freescale.log import warning_once
+from freescale.progress import track
 
 _READ = re.compile(r"kernel|gpu_memcpy|gpu_memset|(gpu_)?user_annotation|cpu_op|\w+_runtime|\w+_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -39,6 +41,9 @@ _PEER, _COPIES = "Memcpy PtoP", {"Memcpy HtoD": "data", "Memcpy DtoH": "host"}
 _NOT_A_TRACE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _NOT_A_TRACE += (RecursionError, MemoryError)
 """What something raises that is not built like a trace, wherever it differs."""
+_ENDS_TOGETHER = ("allreduce", "reducescatter", "allgather", "alltoall", "barrier")
+_NOISE = 10_000
+"""Ends of one collective lie so far apart on one clock too: a smaller difference says nothing about clocks."""
 _FAR = 1 << 62
 _Intervals = list[tuple[int, int]]
 
@@ -53,7 +58,7 @@ class _Event(NamedTuple):
     args: Mapping[str, Any]
 
 
-class _Flight(NamedTuple):
+class _TracedTransfer(NamedTuple):
     """A transfer that has no name yet."""
 
     kind: str
@@ -93,7 +98,7 @@ def read_trace(path: Path) -> TracedRank:
         number, events = _rank_number(trace, path), list(_events(trace))
         del trace, packed  # Of hundreds of megabytes, little is needed from here on.
         if events:
-            return _Reading(number, events).rank()
+            return _TraceParser(number, events).rank()
     except _NOT_A_TRACE as error:
         what = f"not a whole trace of torch.profiler ({type(error).__name__}: {reason(error)})"
         raise DataError(what, where=str(path), remedy="let the profiler finish writing, or remove the file") from error
@@ -122,7 +127,7 @@ def _rank_number(trace: Mapping[str, Any], path: Path) -> int:
     raise DataError("a trace that does not say of which rank it is", where=str(path), remedy=remedy)
 
 
-class _Reading:
+class _TraceParser:
     """One trace while it is looked through."""
 
     def __init__(self, number: int, events: list[_Event]) -> None:
@@ -142,27 +147,27 @@ class _Reading:
             self._steps = {0: (min(e.begin for e in events), max(e.end for e in events))}
 
     def rank(self) -> TracedRank:
-        flights, work = self._device_work()
-        bounds = self._bounds(flights, work)
-        flights = sorted([*flights, *self._host_flights()], key=lambda f: f.begin)
+        transfers, work = self._device_work()
+        bounds = self._bounds(transfers, work)
+        transfers = sorted([*transfers, *self._host_transfers()], key=lambda f: f.begin)
         # On a device, a wait of the host holds nothing up.
-        waits = {} if self._device else self._waits(sorted(f.end for f in flights))
+        waits = {} if self._device else self._waits(sorted(f.end for f in transfers))
         spans = [span for _, span in work] if self._device else list(self._host_compute())
         spans += [Span("data", e.begin, e.end) for e in self._of["user_annotation"] if _phase_of(e) == "data"]
         spans += [Span("host", e.begin, e.end) for e in self._of["cpu_op"]]
         # In as few spans as possible: a trace has one per kernel.
         kinds = _unions((span.kind, span.begin, span.end) for span in spans)
         merged = [Span(kind, *interval) for kind, intervals in kinds.items() for interval in intervals]
-        return TracedRank(self._number, bounds, merged, list(self._named(flights, waits)))
+        return TracedRank(self._number, bounds, merged, list(self._named(transfers, waits)))
 
     def _at(self, event: _Event) -> str:
         """What its thread was at when it began."""
         kinds = _PHASES.values()
         return next((k for k in kinds if _within(self._inside.get((k, event.line), []), event.begin)), "forward")
 
-    def _device_work(self) -> tuple[list[_Flight], list[tuple[int, Span]]]:
+    def _device_work(self) -> tuple[list[_TracedTransfer], list[tuple[int, Span]]]:
         """Traffic, and everything else with the moment of its launch."""
-        flights: list[_Flight] = []
+        transfers: list[_TracedTransfer] = []
         others: list[tuple[int, Span]] = []
         # Streams of traffic that run no kernel of another kind.
         streams = {e.line for e in self._device if _is_collective(e) or _PEER in e.name}
@@ -174,16 +179,16 @@ class _Reading:
             phase, times = self._at(launch), (launch.begin, event.begin, event.end)
             marked_here = _within(marked.get(event.line, []), event.begin)
             if _is_collective(event):
-                flights.append(_collective_kernel(event, phase, times))
+                transfers.append(_collective_kernel(event, phase, times))
             elif event.category != "kernel" and (event.line in streams or marked_here or _PEER in event.name):
                 # A copy waits for nobody: named for this rank alone, it is never a wait for a slower one.
-                flights.append(_Flight("other traffic", "copy", f"rank {self._number}", *times))
+                transfers.append(_TracedTransfer("other traffic", "copy", f"rank {self._number}", *times))
             else:
                 kind = next((kind for copy, kind in _COPIES.items() if copy in event.name), phase)
                 others.append((launch.begin, Span(kind, event.begin, event.end)))
-        return flights, others
+        return transfers, others
 
-    def _host_flights(self) -> Iterator[_Flight]:
+    def _host_transfers(self) -> Iterator[_TracedTransfer]:
         """Collectives that a thread of the host carries out and marks, each launched by another thread before."""
         launches = defaultdict[str, list[_Event]](list)
         for event in self._of["cpu_op"]:
@@ -196,7 +201,7 @@ class _Reading:
                 launch = launches[collective][before - 1] if before else event
                 dtype = str((event.args.get("Input type") or [""])[0])
                 kind = _traffic(collective, self._at(launch), dtype)
-                yield _Flight(kind, collective, "group", launch.begin, event.begin, event.end)
+                yield _TracedTransfer(kind, collective, "group", launch.begin, event.begin, event.end)
 
     def _host_compute(self) -> Iterator[Span]:
         """Without a device, operators are compute, and so is all of an optimizer's step."""
@@ -228,20 +233,20 @@ class _Reading:
                 found[over].append((begin, over))
         return found
 
-    def _bounds(self, flights: list[_Flight], work: list[tuple[int, Span]]) -> dict[int, tuple[int, int]]:
+    def _bounds(self, transfers: list[_TracedTransfer], work: list[tuple[int, Span]]) -> dict[int, tuple[int, int]]:
         """A step begins with its mark, or later: when the device is through with the compute of earlier steps. It
         ends where the next begins; without a next one, when all that was launched in it is over."""
         compute = [(launched, span.end) for launched, span in work if span.kind in COMPUTE]
-        everything = [*((launched, span.end) for launched, span in work), *((f.launched, f.end) for f in flights)]
+        everything = [*((launched, span.end) for launched, span in work), *((f.launched, f.end) for f in transfers)]
         begins = {number: _through(compute, begin) for number, (begin, _) in self._steps.items()}
         ends = {number: _through(everything, end) for number, (_, end) in self._steps.items()}
         return {number: (begin, begins.get(number + 1, ends[number])) for number, begin in begins.items()}
 
-    def _named(self, flights: Iterable[_Flight], waits: Mapping[int, _Intervals]) -> Iterator[Transfer]:
+    def _named(self, transfers: Iterable[_TracedTransfer], waits: Mapping[int, _Intervals]) -> Iterator[Transfer]:
         """Ranks launch the same collectives in the same order in each step, so their names are the same."""
         begins = sorted((begin, number) for number, (begin, _) in self._steps.items())
         count = Counter[Any]()
-        for flight in flights:
+        for flight in transfers:
             before = bisect_right(begins, flight.launched, key=lambda b: b[0])
             where = f"of {flight.group} in step {begins[before - 1][1] if before else 'none'}"
             count[flight.collective, where] += 1
@@ -259,11 +264,11 @@ def _is_collective(event: _Event) -> bool:
     return event.category == "kernel" and _TRAFFIC_KERNEL.search(event.name) is not None
 
 
-def _collective_kernel(event: _Event, phase: str, times: tuple[int, int, int]) -> _Flight:
+def _collective_kernel(event: _Event, phase: str, times: tuple[int, int, int]) -> _TracedTransfer:
     collective = _collective(str(event.args.get("Collective name") or event.name))
     group = [str(event.args[key]) for key in ("Process Group Name", "Process Group Ranks") if key in event.args]
     kind = _traffic(collective, phase, str(event.args.get("dtype")))
-    return _Flight(kind, collective, " ".join(["group", *group]), *times)
+    return _TracedTransfer(kind, collective, " ".join(["group", *group]), *times)
 
 
 def _collective(name: str) -> str:
@@ -293,9 +298,82 @@ def _unions(intervals: Iterable[tuple[Any, int, int]]) -> dict[Any, _Intervals]:
     of_kind = defaultdict[Any, _Intervals](list)
     for kind, begin, end in intervals:
         of_kind[kind].append((begin, end))
-    return {kind: joined(some) for kind, some in of_kind.items()}
+    return {kind: merge_intervals(some) for kind, some in of_kind.items()}
 
 
 def _within(apart: _Intervals, moment: int) -> bool:
     before = bisect_right(apart, moment, key=lambda interval: interval[0])
     return before > 0 and moment < apart[before - 1][1]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The steps that all ranks have, on one clock."""
+
+    steps: list[list[RankStep]]
+    """One list per step, of every rank in order."""
+    clock_bound: int
+    """How well clocks agree, in nanoseconds: half of the collectives that all ranks leave together end within this of
+    each other, on the rank where that is worst. 0 where there are none to compare."""
+
+
+def read_traces(folder: Path) -> Traces:
+    """Read the traces of all ranks, one file each, from the folder that torch.profiler wrote them to."""
+    ranks = _ranks(folder)
+    numbers = _common_steps(ranks, folder)
+    shifts, bound = _shifts(ranks)
+    steps: list[list[RankStep]] = []
+    lacking = set[str]()
+    for number in track(numbers, "aligning traces", unit="steps"):
+        # What one rank has under way may be over on another, whose arrival counts all the same.
+        names = set[str]().union(*(rank.under_way(number) for rank in ranks))
+        steps.append([rank.step(number, names).shifted(by) for rank, by in zip(ranks, shifts, strict=True)])
+        on_all = set.intersection(*({t.name for t in step.transfers} for step in steps[-1]))
+        lacking |= {name for name in names - on_all if " of rank " not in name}
+    if lacking:
+        warning_once(
+            f"some ranks lack collectives of others ('{min(lacking)}'): the last arrival is that of those who have it"
+        )
+    return Traces(steps, bound)
+
+
+def _ranks(folder: Path) -> list[TracedRank]:
+    found: dict[int, tuple[TracedRank, Path]] = {}
+    paths = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    for path in track(paths, "reading traces", unit="files"):
+        rank = read_trace(path)
+        if rank.rank in found:
+            what = f"two traces of rank {rank.rank}: {found[rank.rank][1].name} and {path.name}"
+            raise DataError(what, where=str(folder), remedy="keep one trace per rank, all of the same steps")
+        found[rank.rank] = rank, path
+    if not found:
+        remedy = "give the folder that torch.profiler's tensorboard_trace_handler wrote to"
+        raise DataError("no trace here: no *.json and no *.json.gz", where=str(folder), remedy=remedy)
+    return [found[rank][0] for rank in sorted(found)]
+
+
+def _common_steps(ranks: Sequence[TracedRank], folder: Path) -> list[int]:
+    everywhere = set.intersection(*(set(rank.bounds) for rank in ranks))
+    if not everywhere:
+        remedy = "profile the same steps on all ranks"
+        raise DataError("no step is in the traces of all ranks", where=str(folder), remedy=remedy)
+    if others := sorted(set[int]().union(*(rank.bounds for rank in ranks)) - everywhere):
+        warning_once(f"not in the traces of all ranks, so left out: step {', '.join(map(str, others))}")
+    return sorted(everywhere)
+
+
+def _shifts(ranks: Sequence[TracedRank]) -> tuple[list[int], int]:
+    """What to add to each rank's clock, and how far apart the ends of collectives then still lie."""
+    shifts: list[int] = []
+    known, bound = dict[str, int](), 0
+    for rank in ranks:
+        ends = {t.name: t.done for t in rank.transfers if t.name.startswith(_ENDS_TOGETHER)}
+        apart = [known[name] - end for name, end in ends.items() if name in known] or [0]
+        if shifts and not known.keys() & ends.keys():
+            warning_once(f"rank {rank.rank} shares no collective with lower ranks: its clock is taken as it is")
+        middle = median_low(apart)
+        spread = median_low(abs(one - middle) for one in apart)
+        shifts.append(middle if abs(middle) > _NOISE + 3 * spread else 0)
+        bound = max(bound, median_low(abs(one - shifts[-1]) for one in apart))
+        known = {name: end + shifts[-1] for name, end in ends.items()} | known
+    return shifts, bound

@@ -13,11 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles import records
-from freescale.bubbles.book import Bubbles
-from freescale.bubbles.ddp import watched
 from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account
-from freescale.bubbles.recorder import Recorder
+from freescale.bubbles.recorder import Recorder, record_comm_hook
+from freescale.bubbles.step_profiler import StepProfiler
 from freescale.bubbles.summary import summarize
 from freescale.errors import DataError
 from tests.support.ranks import Ranks, World
@@ -28,18 +27,18 @@ STEPS = 100
 def foreign(world: World, folder: str, steps: int, done: int = 0) -> float:
     """A trainer that is not ours: a DDP model in a plain loop; gives the seconds of all steps but the first."""
     torch.manual_seed(0)
-    bubbles = Bubbles(Path(folder), steps=steps)
+    bubbles = StepProfiler(Path(folder), steps=steps)
     bubbles.step = done
     model = DistributedDataParallel(nn.Linear(64, 64))
-    model.register_comm_hook(None, watched(allreduce_hook, bubbles.recorder))
+    model.register_comm_hook(None, record_comm_hook(allreduce_hook, bubbles.recorder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ends = []
-    for batch in bubbles.each("data", torch.randn(steps, 8, 64)):
-        with bubbles.during("forward"):
+    for batch in bubbles.iterate("data", torch.randn(steps, 8, 64)):
+        with bubbles.record("forward"):
             loss = model(batch).square().mean()
-        with bubbles.during("backward"):
+        with bubbles.record("backward"):
             loss.backward()
-        with bubbles.during("optimizer"):
+        with bubbles.record("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
         bubbles.end_step(work=float(world.rank))
@@ -62,7 +61,7 @@ def test_intervals_add_up_to_the_time_that_the_loop_took(run: tuple[Path, float]
     total = sum(i.steps * i.ms[:, : len(CAUSES)].sum(axis=1) for i in intervals) / 1e3
     assert np.allclose(total, took, rtol=0.05, atol=0.01)
     for cause in ("forward", "backward", "optimizer", "dense gradients"):
-        assert all((interval.of(cause) > 0).all() for interval in intervals), cause
+        assert all((interval.column(cause) > 0).all() for interval in intervals), cause
 
 
 def test_no_more_steps_are_kept_whole_than_said_and_they_agree_with_the_sums(run: tuple[Path, float]) -> None:
@@ -77,9 +76,9 @@ def test_no_more_steps_are_kept_whole_than_said_and_they_agree_with_the_sums(run
 
 def different(world: World, folder: str) -> None:
     """Ranks that do not come to the same collectives."""
-    bubbles = Bubbles(Path(folder), steps=4, every=1)
+    bubbles = StepProfiler(Path(folder), steps=4, every=1)
     for _ in range(4):
-        flight = bubbles.recorder.arrive(f"only on {world.rank}")
+        flight = bubbles.recorder.begin_collective(f"only on {world.rank}")
         flight.on_complete()
         bubbles.end_step()
     bubbles.close()
@@ -91,7 +90,7 @@ def test_ranks_that_come_to_different_collectives_are_accounted_without_guessing
     groups[2].run(different, str(tmp_path))
     intervals = records.read_intervals(tmp_path)
     assert [interval.step for interval in intervals] == [2, 3, 4]  # the first warms up
-    assert all((interval.of("straggler") == 0).all() for interval in intervals)
+    assert all((interval.column("straggler") == 0).all() for interval in intervals)
 
 
 def test_half_a_line_at_the_end_of_a_killed_run_is_left_out(run: tuple[Path, float], tmp_path: Path) -> None:
@@ -138,14 +137,14 @@ def hides(world: World) -> tuple[int, int]:
     """Milliseconds of backward and of exposed gradients, when rows are still worked on after the last bucket left."""
     recorder = Recorder(world.rank)
     model = DistributedDataParallel(nn.Linear(8, 1))
-    model.register_comm_hook(None, watched(allreduce_hook, recorder))
+    model.register_comm_hook(None, record_comm_hook(allreduce_hook, recorder))
     loss = model(Slow.apply(torch.randn(4, 8, requires_grad=True))).sum()
-    recorder.restart()
-    with recorder.during("backward"):
+    recorder.restart_step()
+    with recorder.record("backward"):
         loss.backward()
-    step = recorder.read(recorder.cut(1))
+    step = recorder.read(recorder.end_step(1))
     ledger = account(step, {t.name: t.arrived for t in step.transfers})
-    return ledger.of("backward") // 10**6, ledger.of("dense gradients") // 10**6
+    return ledger.cause_ns("backward") // 10**6, ledger.cause_ns("dense gradients") // 10**6
 
 
 def test_compute_after_the_last_bucket_left_hides_it(groups: dict[int, Ranks]) -> None:
@@ -156,28 +155,28 @@ def test_compute_after_the_last_bucket_left_hides_it(groups: dict[int, Ranks]) -
 
 def test_what_goes_on_behind_the_step_is_hidden_and_takes_no_compute_away() -> None:
     recorder = Recorder(0)
-    with recorder.during("forward"):
-        flight = recorder.arrive("samples", "samples", alone=True)
+    with recorder.record("forward"):
+        flight = recorder.begin_collective("samples", "samples", independent=True)
         flight.on_wait()  # a thread waits, not the step
         time.sleep(0.02)
         flight.on_complete()
         time.sleep(0.01)
-    with recorder.during("host"):
-        recorder.arrive("samples", "samples", alone=True)
+    with recorder.record("host"):
+        recorder.begin_collective("samples", "samples", independent=True)
         time.sleep(0.01)
-    with recorder.during("data"):  # the next batch has not come yet
+    with recorder.record("data"):  # the next batch has not come yet
         time.sleep(0.01)
-    step = recorder.read(recorder.cut(1))
+    step = recorder.read(recorder.end_step(1))
     ledger = account(step, {t.name: t.arrived for t in step.transfers})
-    assert ledger.of("samples") == pytest.approx(0.01e9, rel=0.5)
-    assert ledger.of("host") == pytest.approx(0.01e9, rel=0.5)
-    assert ledger.of("data") == 0
-    assert ledger.of("forward") > 0.029 * 1e9
+    assert ledger.cause_ns("samples") == pytest.approx(0.01e9, rel=0.5)
+    assert ledger.cause_ns("host") == pytest.approx(0.01e9, rel=0.5)
+    assert ledger.cause_ns("data") == 0
+    assert ledger.cause_ns("forward") > 0.029 * 1e9
     assert ledger.hidden[TRAFFIC.index("samples")] > 0.019 * 1e9
 
 
 def test_a_misspelt_cause_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="no cause is called 'foward'"), Recorder(0).during("foward"):
+    with pytest.raises(ValueError, match="unknown cause 'foward'"), Recorder(0).record("foward"):
         pass
 
 
@@ -198,26 +197,26 @@ def test_every_rank_is_in_the_group_that_is_named_after_it(ranks: int) -> None:
 
 def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once() -> None:
     recorder = Recorder(0)
-    flight = recorder.arrive("rows", "deferred rows")
-    first = recorder.cut(1)
+    flight = recorder.begin_collective("rows", "deferred rows")
+    first = recorder.end_step(1)
     flight.on_wait()
     flight.on_complete()
-    second = recorder.cut(2)
+    second = recorder.end_step(2)
     one, two = recorder.read(first), recorder.read(second)
     assert [t.name for t in one.transfers] == [t.name for t in two.transfers]
     assert one.transfers[0].done > one.end
-    assert account(two, {t.name: t.arrived for t in two.transfers}).of("deferred rows") > 0
+    assert account(two, {t.name: t.arrived for t in two.transfers}).cause_ns("deferred rows") > 0
 
 
 def test_names_of_one_step_are_told_apart() -> None:
     recorder = Recorder(0)
-    flights = [recorder.arrive("ids") for _ in range(3)]
+    flights = [recorder.begin_collective("ids") for _ in range(3)]
     assert len({flight.name for flight in flights}) == 3
 
 
 def test_what_goes_on_behind_the_step_does_not_change_the_names_of_what_all_ranks_come_to() -> None:
     """A thread runs ahead on one rank and lags on another, so its transfers come in between at any place."""
     one, other = Recorder(0), Recorder(1)
-    one.arrive("rows", "deferred rows", alone=True)
-    names = [recorder.arrive("rows").name for recorder in (one, other)]
+    one.begin_collective("rows", "deferred rows", independent=True)
+    names = [recorder.begin_collective("rows").name for recorder in (one, other)]
     assert names[0] == names[1]

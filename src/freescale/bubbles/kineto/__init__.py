@@ -1,1 +1,0 @@
-"""Import of what torch.profiler recorded of any trainer."""
