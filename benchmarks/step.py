@@ -104,7 +104,7 @@ def main() -> None:
                 print(json.dumps(result), flush=True)
                 save(options.out, results)  # as soon as there are some
                 if options.out:
-                    name = f"step-{preset}-{result['world_size']}-{result['compute']}.html"
+                    name = f"step-{preset}-{result['ranks']}-{result['compute']}.html"
                     options.out.with_name(name).write_text(drawn)
 
 

@@ -89,6 +89,18 @@ def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
     assert by_column.max() < 0.23
 
 
+def test_keyed_dropout_keeps_the_mean_and_stays_finite_up_to_a_share_of_one() -> None:
+    layout = layout_of([400] * 10)
+    keys = Keys.of(layout, torch.arange(10), seed=0, step=0)
+    ones = torch.ones(4000, 512, dtype=torch.float64)
+    dropped = keys.dropout(ones, 1.0 - 2.0**-20, salt=4)
+    assert dropped.isfinite().all()
+    assert set(dropped.unique().tolist()) == {0.0, 65536.0}
+    assert dropped.mean() == pytest.approx(1.0, abs=0.5)
+    with pytest.raises(ValueError, match="below 1"):
+        keys.dropout(ones, 1.0, salt=4)
+
+
 def test_the_hash_is_splitmix64() -> None:
     from freescale.data.order import splitmix64
 

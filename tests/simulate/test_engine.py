@@ -17,6 +17,7 @@ from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
 from freescale.simulate import cluster, whatif
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
+from freescale.simulate.network import Topology
 from freescale.simulate.operations import Machine, Operations
 from freescale.simulate.popularity import Popularity
 from freescale.simulate.whatif import ABLATION, Question, Techniques, answer
@@ -140,6 +141,13 @@ def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
     new = Operation("compress", "compute", "forward")
     with pytest.raises(NotImplementedError, match="nobody has said what 'compress' takes"):
         simulated(Schedule((*serial(sharded=True).operations, new)), loads)
+
+
+def test_ranks_agree_by_an_all_reduce_of_the_three_numbers_that_the_trainer_sends() -> None:
+    where, rng = hosts(), np.random.default_rng(0)
+    operations = Operations(where, MACHINE, MODEL, world_size=2, sm_free=False, rng=rng)
+    agree = next(one for one in serial(sharded=True).operations if one.name == "agree")
+    assert operations.task(agree, load([0.1, 0.1])).demand == Topology(where, 2, rng).all_reduce(3 * 8)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -69,6 +69,9 @@ def calibrated(config: RunConfig, world: World) -> Compute:
 def limit(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> float:
     """Milliseconds of a step that only computes, mean of all ranks: the same however samples are dealt over them."""
     took = alone(config, world, model, batches)[1:]
+    if not took:
+        what = "an epoch has fewer than 2 batches, so compute cannot be measured without its warm-up step"
+        raise UsageError(what, remedy="train for at least 2 steps, on more data or with a smaller data.global_batch")
     own = torch.tensor(1e3 * statistics.mean(took), dtype=torch.float64)
     return float(world.transport.all_reduce(own, name="limit").wait()) / world.world_size
 

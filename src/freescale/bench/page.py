@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from freescale import page
-from freescale.bench.step import WAYS, Exact, Found
+from freescale.bench.step import PLAIN, SPARSE_DIST, WAYS, Exact, Found
 from freescale.bubbles.report import COLOURS
 
 HEADER = ["way", "ms per step", "steps/s", "samples/s", "of compute", "bubble ms", "fewer than TorchRec", "SparseDist"]
@@ -29,7 +29,8 @@ def rows(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _against(one: dict[str, Any]) -> list[str]:
     if "bubble_ms" not in one:
         return ["1.000", "", "", ""]
-    fewer = [f"{100 * one[f'fewer_bubbles_than_{other}']:+.1f}%" for other in ("torchrec", "sparse_dist")]
+    shares = [one[f"fewer_bubbles_than_{other}"] for other in ("torchrec", "sparse_dist")]
+    fewer = ["-" if share is None else f"{100 * share:+.1f}%" for share in shares]
     return [f"{one['step_over_compute']:.3f}", f"{one['bubble_ms']:.1f}", *fewer]
 
 
@@ -49,14 +50,16 @@ def headline(found: Found) -> str:
     return (
         f"{found.world_size} ranks, {found.samples} samples a step, compute is {compute}. With everything a step takes "
         f"{best['step_over_compute']:.3f} of compute alone, and its bubble is "
-        f"{_smaller(best['fewer_bubbles_than_torchrec'])} than that of TorchRec's plain loop, "
-        f"{_smaller(best['fewer_bubbles_than_sparse_dist'])} than that of SparseDist. "
+        f"{_smaller(best['fewer_bubbles_than_torchrec'], PLAIN)}, "
+        f"{_smaller(best['fewer_bubbles_than_sparse_dist'], SPARSE_DIST)}. "
         f"The plain loop was {low:.3f} to {high:.3f} of itself."
     )
 
 
-def _smaller(share: float) -> str:
-    return f"{100 * abs(share):.1f}% {'smaller' if share >= 0 else 'larger'}"
+def _smaller(share: float | None, baseline: str) -> str:
+    if share is None:
+        return f"not comparable with that of {baseline}, which has none"
+    return f"{100 * abs(share):.1f}% {'smaller' if share >= 0 else 'larger'} than that of {baseline}"
 
 
 def document(found: Found, exact: Sequence[Exact]) -> str:

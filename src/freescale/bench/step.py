@@ -75,10 +75,15 @@ class Found(NamedTuple):
         """Over its turns."""
         return statistics.median(self.of(way, figure))
 
-    def fewer(self, way: str, than: str) -> float:
-        """By what share bubbles are fewer: the median over turns, each compared within itself."""
-        pairs = zip(self.of(way, _bubble), self.of(than, _bubble), strict=True)
-        return statistics.median(1 - one / max(other, 1e-9) for one, other in pairs)
+    def fewer(self, way: str, than: str) -> float | None:
+        """By what share bubbles are fewer: the median over turns, each compared within itself.
+
+        None if the baseline of a turn has no bubble, which noise can cause: there is nothing to compare with.
+        """
+        pairs = list(zip(self.of(way, _bubble), self.of(than, _bubble), strict=True))
+        if any(other <= 0 for _, other in pairs):
+            return None
+        return statistics.median(1 - one / other for one, other in pairs)
 
     def floor(self) -> tuple[float, float]:
         """How far the plain loop's step was from itself: the smallest and the largest ratio of a turn."""

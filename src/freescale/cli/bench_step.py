@@ -25,7 +25,7 @@ lie beside it, each for `freescale report`.
 def run(argv: Sequence[str], prog: str) -> int:
     """Measure, print and draw."""
     options, config = parse_run(_parser(prog), argv)
-    require_at_least(options, steps=1, turns=1, exact_steps=1)
+    require_at_least(options, steps=2, turns=1, exact_steps=1)
     if config.model.dim % 4:
         what = f"model.dim = {config.model.dim} cannot be compared: TorchRec's tables have a multiple of 4"
         raise UsageError(what, remedy=f"--model.dim {-(-config.model.dim // 4) * 4}")

@@ -29,12 +29,15 @@ class Keys:
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
         """Drop elements of [tokens, width]. `salt` tells the places of a model apart."""
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout is {p}, but must be at least 0 and below 1")
         if p == 0.0:
             return x
+        threshold = min(round(p * 0x10000), 0xFFFF)  # a kept share of 0 would divide by zero
         words = hashed(self.token[:, None] ^ _lane(salt, -(-x.shape[1] // 4), x.device))
         uniform = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], dim=-1)
-        kept = uniform.flatten(1)[:, : x.shape[1]] >= round(p * 0x10000)  # four elements share a hash
-        return x * kept / (1.0 - round(p * 0x10000) / 0x10000)
+        kept = uniform.flatten(1)[:, : x.shape[1]] >= threshold  # four elements share a hash
+        return x * kept / (1.0 - threshold / 0x10000)
 
     def integers(self, count: int, below: int, *, salt: int) -> Tensor:
         """Draw `count` integers in [0, below) for every token."""

@@ -145,7 +145,7 @@ class Operations:
         """A transfer, and the bytes that each rank packs for it."""
         nothing = np.zeros(self.world_size)
         if name == "agree":
-            return self._topology.all_reduce(2 * _ID), nothing
+            return self._topology.all_reduce(3 * _ID), nothing  # count, stop, partially applied
         if name == "gather_lengths":
             told = self._topology.all_gather(3 * _ID * load.samples / self.world_size)
             return replace(told, latency=2 * told.latency), nothing  # first how many samples, then their lengths
