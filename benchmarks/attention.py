@@ -19,27 +19,29 @@ import numpy as np
 import torch
 
 import record
+from freescale.bench import attention
 from freescale.data import synthetic
-from freescale.models.attention import measure, native
+from freescale.models.attention import blocks
+from freescale.models.attention.reference import AttentionProblem
 
 
-def problem(lengths: list[int], width: int) -> measure.Problem:
-    return measure.Problem.of(lengths, heads=1, width=width, dtype=torch.float32, device=torch.device("cpu"))
+def problem(lengths: list[int], width: int) -> AttentionProblem:
+    return AttentionProblem.random(lengths, heads=1, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def without_compiler(of: measure.Problem) -> None:
-    with mock.patch.object(native, "library", return_value="it is to be measured without"):
-        measure.ours(of)
+def without_compiler(of: AttentionProblem) -> None:
+    with mock.patch.object(blocks, "load_library", return_value="the benchmark disables it"):
+        attention.run_operator(of)
 
 
 def time(lengths: list[int], width: int, rounds: int) -> dict[str, object]:
     of = problem(lengths, width)
-    competitors: dict[str, Callable[[measure.Problem], None]] = {
-        "pairs_in_c": measure.ours,
+    competitors: dict[str, Callable[[AttentionProblem], None]] = {
+        "pairs_in_c": attention.run_operator,
         "pairs_by_torch": without_compiler,
-        "pairs_in_c_again": measure.ours,
+        "pairs_in_c_again": attention.run_operator,
     }
-    found = {one.name: one for one in measure.compete(of, competitors, rounds=rounds)}
+    found = {one.name: one for one in attention.compare(of, competitors, rounds=rounds)}
     ratios = {f"{name}_over_dense": round(1 / found[name].of_dense, 3) for name in competitors}
     return {
         "width": width,
@@ -53,11 +55,11 @@ def time(lengths: list[int], width: int, rounds: int) -> dict[str, object]:
 def grown(length: int, width: int) -> float:
     """Megabytes that one forward and backward adds at most, beyond the tensors that it reads."""
     torch.set_num_threads(1)
-    measure.ours(problem([64], width))  # what is loaded once
+    attention.run_operator(problem([64], width))  # what is loaded once
     of = problem([length], width)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = peak_mb()
-    measure.ours(of)
+    attention.run_operator(of)
     return peak_mb() - before
 
 

@@ -39,7 +39,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from freescale.bench.torchrec import watched
+from freescale.bench.emulated import emulate_passes
+from freescale.bench.torchrec_loops import record_transfers
 from freescale.bubbles.records import IntervalRecord, read_intervals
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.bubbles.summary import summarize
@@ -48,7 +49,6 @@ from freescale.data import synthetic
 from freescale.data.order import Permutation, derive_key
 from freescale.integrations.pipeline import Pipeline
 from freescale.integrations.torchrec import PrioritizedEmbeddingSharder
-from freescale.models.timed import waits
 from freescale.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from freescale.transport.world import World, clone_group
 from processes import on_ranks
@@ -132,7 +132,7 @@ class Waiting:
     seconds: float
 
     def __call__(self, dense: nn.Module, rows: list[Tensor]) -> Tensor:
-        return waits(rows, dense.parameters(), forward=self.seconds / 3, backward=self.seconds * 2 / 3)
+        return emulate_passes(rows, dense.parameters(), forward=self.seconds / 3, backward=self.seconds * 2 / 3)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Way:
         if isinstance(self._pipeline, Pipeline):
             yield from self._pipeline
             return
-        with watched(self._bubbles):
+        with record_transfers(self._bubbles):
             yield from self._plainly() if self._pipeline is None else self._sparse_dist(self._pipeline)
 
     def _plainly(self) -> Iterator[Any]:

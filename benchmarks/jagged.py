@@ -18,15 +18,14 @@ import torch
 import record
 from freescale.config import ModelConfig
 from freescale.data import synthetic
-from freescale.models.hstu import HSTU
-from freescale.models.sasrec import SASRec
-from freescale.models.sequence import Layout, Times
+from freescale.models.encoders import HSTU, SASRec
+from freescale.models.jagged import EventTimes, JaggedLayout
 
 
 def step(model: torch.nn.Module, lengths: list[int], dim: int) -> float:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    event = Layout(offsets).position * 60
-    layout = Layout(offsets, times=Times(event, event))
+    event = JaggedLayout(offsets).position * 60
+    layout = JaggedLayout(offsets, times=EventTimes(event, event))
     x = torch.randn(layout.tokens, dim, requires_grad=True)
     begin = time.perf_counter()
     model(x, layout).square().sum().backward()
@@ -36,7 +35,7 @@ def step(model: torch.nn.Module, lengths: list[int], dim: int) -> float:
 def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     config = ModelConfig(dim=options.dim, layers=2, heads=1, dropout=0.0)
-    model = {"hstu": HSTU, "sasrec": SASRec}[name](config, longest=options.longest)
+    model = {"hstu": HSTU, "sasrec": SASRec}[name](config, max_seq_len=options.longest)
     drawn = synthetic.draw_lengths("heavy", options.batch, np.random.default_rng(0))
     lengths = np.minimum(drawn, options.longest).tolist()
     padded = [max(lengths)] * len(lengths)

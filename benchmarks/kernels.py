@@ -25,10 +25,9 @@ from triton.compiler import ASTSource
 
 import record
 from freescale.data import synthetic
-from freescale.models.attention import kernels
-from freescale.models.attention.fused import Sizes
-from freescale.models.attention.work import Dealt, blocks_of, work_of
-from freescale.models.sequence import Layout, visible
+from freescale.models.attention import triton_kernels
+from freescale.models.attention.triton_launch import KernelConfig, TileSchedule, attention_schedule, split_into_blocks
+from freescale.models.jagged import JaggedLayout, is_visible
 
 KERNELS = ("forward", "backward_rows", "backward_columns", "join")
 RECIPES = {25: 2, 32: 1, 50: 1, 64: 4}
@@ -38,14 +37,21 @@ PRODUCTS = {"forward": 2, "backward_rows": 3, "backward_columns": 4}
 PROCESSORS = {"A100": 108, "H100": 132, "B200": 148}
 _POINTERS = {
     "fp32": ("parts", "more_parts", "d_position", "d_time", "position", "by_cell", "time"),
-    "i64": ("spans", "asked", "event"),
+    "i64": ("spans", "query_time", "event_time"),
     "i32": ("bucket_of_cell", "items", "joins"),
 }
-_NUMBERS = {"q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "turns": "i32", "longest": "i32", "weight": "fp32"}
+_NUMBERS = {
+    "q_stride": "i32",
+    "k_stride": "i32",
+    "v_stride": "i32",
+    "turns": "i32",
+    "max_distance": "i32",
+    "weight": "fp32",
+}
 
 
-def compiled(name: str, sizes: Sizes, arch: int) -> Any:
-    kernel, constants = getattr(kernels, name), sizes.constants(name)
+def compiled(name: str, sizes: KernelConfig, arch: int) -> Any:
+    kernel, constants = getattr(triton_kernels, name), sizes.constants(name)
     pointers = {one: f"*{kind}" for kind, names in _POINTERS.items() for one in names}
     data = "*bf16" if sizes.half else "*fp32"
     signature = {
@@ -63,7 +69,7 @@ def compiled(name: str, sizes: Sizes, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=sizes.launch(name))
 
 
-def usage(name: str, sizes: Sizes, arch: int) -> dict[str, object]:
+def usage(name: str, sizes: KernelConfig, arch: int) -> dict[str, object]:
     """What the assembler says, and what must not be in the code that it is given."""
     found = compiled(name, sizes, arch)
     ptx = found.asm["ptx"]
@@ -94,7 +100,7 @@ def usage(name: str, sizes: Sizes, arch: int) -> dict[str, object]:
     }
 
 
-def load(dealt: Dealt) -> torch.Tensor:
+def load(dealt: TileSchedule) -> torch.Tensor:
     """Tiles of each program."""
     items = dealt.items
     return ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1).double()
@@ -102,11 +108,11 @@ def load(dealt: Dealt) -> torch.Tensor:
 
 def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> dict[str, object]:
     """How evenly the work of a batch is dealt to the programs that one GPU runs at a time."""
-    block, programs = Sizes(heads, 64, True).block, 2 * processors // heads
+    block, programs = KernelConfig(heads, 64, True).block, 2 * processors // heads
     worst = {"rows": 0.0, "columns": 0.0}
     for seed in range(3):
         layout = layout_of(synthetic.draw_lengths(preset, batch, np.random.default_rng(seed)).tolist())
-        work = work_of(layout.spans, layout.tokens, block, programs)
+        work = attention_schedule(layout.spans, layout.tokens, block, programs)
         for side, dealt in zip(worst, work, strict=True):
             loads = load(dealt)
             worst[side] = max(worst[side], float(loads.max() / loads.mean()))
@@ -119,20 +125,20 @@ def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> d
     }
 
 
-def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Layout:
-    return Layout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
+def layout_of(lengths: list[int], candidates: list[int] | None = None) -> JaggedLayout:
+    return JaggedLayout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
 
 
 def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> dict[str, object]:
     """Products and bytes of the kernels, against the tiles that hold at least one pair that is seen."""
     drawn = synthetic.draw_lengths(preset, 128, np.random.default_rng(0))
     lengths = np.minimum(drawn, 2048).tolist()  # the least is counted pair by pair
-    layout, sizes = layout_of(lengths, [int(share * n) for n in lengths]), Sizes(heads, width, True)
-    work = work_of(layout.spans, layout.tokens, sizes.block, 2 * PROCESSORS["H100"] // heads)
+    layout, sizes = layout_of(lengths, [int(share * n) for n in lengths]), KernelConfig(heads, width, True)
+    work = attention_schedule(layout.spans, layout.tokens, sizes.block, 2 * PROCESSORS["H100"] // heads)
     tile = 2 * sizes.block**2 * sizes.padded * heads
     least_tiles = sum(seen_tiles(n, n - int(share * n), sizes.block) for n in lengths)
     tiles = {"forward": load(work.rows), "backward_rows": load(work.rows), "backward_columns": load(work.columns)}
-    blocks = blocks_of(layout.spans, tokens=layout.tokens, block=sizes.block)
+    blocks = split_into_blocks(layout.spans, tokens=layout.tokens, block_size=sizes.block)
     whole = int((blocks.row_tiles > 0).sum())
     parts = int((work.rows.items[..., 4] >= 0).sum())
     operand = sizes.block * width * heads * 2
@@ -157,7 +163,7 @@ def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> d
 def seen_tiles(length: int, history: int, block: int) -> int:
     """Tiles of a sample in which some query sees some key, found pair by pair."""
     places = torch.arange(-(-length // block) * block)
-    seen = visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
+    seen = is_visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
     return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
 
 
@@ -174,7 +180,7 @@ def main() -> None:
         results += [grid(preset, 128, heads, PROCESSORS["H100"]) for heads in (1, 2, 4)]
         results += [counted(preset, share, 4, 64) for share in (0.0, 0.2)]
     for width in options.widths:
-        sizes = [Sizes(RECIPES.get(width, 1), width, half) for half in (True, False)]
+        sizes = [KernelConfig(RECIPES.get(width, 1), width, half) for half in (True, False)]
         results += [usage(name, one, arch) for one in sizes for arch in options.archs for name in KERNELS]
     for result in results:
         print(json.dumps(result), flush=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from freescale.bench.emulated import EmulatedModel
 from freescale.bubbles.recorder import Recorder
 from freescale.config import resolve
 from freescale.data import synthetic
 from freescale.data.loader import Loader
-from freescale.models.timed import Timed
 from freescale.train.build import build, model_of
 from freescale.transport.world import World
 from processes import on_ranks
@@ -67,7 +67,7 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
     """Of each step: microseconds of bookkeeping, spans and transfers."""
     options = ["--data.path", f"{folder}/data", "--train.epochs", "100", "--train.max-steps", str(steps)]
     config = resolve("tiny", [*options, "--train.save-every", str(10**9)])
-    model = Timed(
+    model = EmulatedModel(
         model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
     )
     trainer = build(config, world, Path(folder) / "run", model=model)

@@ -26,7 +26,7 @@ from freescale.balance.assign import assign
 from freescale.balance.cost import Cost, Products, fit, sizes
 from freescale.config import ModelConfig
 from freescale.data import synthetic
-from freescale.models.sasrec import SASRec
+from freescale.models.encoders import SASRec
 from jagged import step
 from record import save
 
@@ -55,7 +55,7 @@ def computed(shares: list[Share], passes: int) -> list[list[list[float]]]:
     """Seconds of each micro-batch of each share, pass by pass; all are computed once before any is computed again."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = SASRec(ModelConfig(dim=DIM, layers=1, heads=1, dropout=0.0), longest=LONGEST // SHORTER)
+    model = SASRec(ModelConfig(dim=DIM, layers=1, heads=1, dropout=0.0), max_seq_len=LONGEST // SHORTER)
     return [[[step(model, part, DIM) for part in one] for one in shares] for _ in range(passes)]
 
 

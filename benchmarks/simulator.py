@@ -22,6 +22,7 @@ from tests.support.lab import Lab, lab
 
 import lab_speed
 from freescale.balance.cost import Cost
+from freescale.bench.emulated import EmulatedModel
 from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import Summary, summarize
 from freescale.config import RunConfig, resolve
@@ -29,7 +30,6 @@ from freescale.data import synthetic
 from freescale.data.dataset import Dataset, DatasetStats, compute_stats
 from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
-from freescale.models.timed import Timed
 from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster, Figure
 from freescale.simulate.whatif import Question, Techniques, run
@@ -94,7 +94,7 @@ def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool
     for name, techniques in TURNS.items():
         config, recording = settings(options, world.world_size, techniques), Recording()
         items = Loader(config.data, seed=0).vocabulary.rows
-        model = Timed(model_of(config, items=items), recording.seconds) if timed else None
+        model = EmulatedModel(model_of(config, items=items), recording.seconds) if timed else None
         trainer = build(config, world, folder / name, model=model)
         trainer.fit()
         trainer.close()

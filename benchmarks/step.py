@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.lab import lab
 
-from freescale.bench import page, step
+from freescale.bench import step
 from freescale.config import RunConfig, resolve
 from freescale.data import synthetic
 from freescale.transport.world import World
@@ -46,18 +46,23 @@ def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) 
 
 
 def compared(world: World, config: RunConfig, folder: Path, steps: int) -> Any:
-    return step.compared(config, world, folder, steps=steps)
+    return step.compare_losses(config, world, folder, steps=steps)
 
 
 def measured(
-    world: World, config: RunConfig, folder: Path, exact: list[step.Exact], options: argparse.Namespace, timed: bool
+    world: World,
+    config: RunConfig,
+    folder: Path,
+    exact: list[step.LossDifference],
+    options: argparse.Namespace,
+    emulated: bool,
 ) -> Any:
-    found = step.measure(config, world, folder, turns=options.turns, timed=timed, say=print)
+    found = step.measure_steps(config, world, folder, turns=options.turns, emulated=emulated, on_progress=print)
     if not world.is_rank_zero:
         return None
-    figures = {"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]}
+    figures = {"variants": found.figures(), "floor": found.noise_floor(), "exact": [one._asdict() for one in exact]}
     calibration = {"step": found.compute.step, "cost": found.compute.cost.constants, "off": found.compute.error}
-    return figures | {"calibration": calibration}, page.document(found, exact)
+    return figures | {"calibration": calibration}, step.render_page(found, exact)
 
 
 def of_preset(

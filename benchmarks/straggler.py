@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.balance.cost import Cost
+from freescale.bench.emulated import EmulatedModel
 from freescale.bubbles.ledger import account
 from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import summarize
@@ -26,7 +27,6 @@ from freescale.config import RunConfig, resolve
 from freescale.data import synthetic
 from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
-from freescale.models.timed import Timed
 from freescale.train.build import build, model_of
 from freescale.transport.world import World
 from processes import on_ranks
@@ -48,14 +48,14 @@ class Compute:
         """Of a rank that holds samples of these lengths."""
         return self.step + float(self.cost.of(lengths).sum())
 
-    def lane(self, config: RunConfig, slower: Callable[[], float] = lambda: 1.0) -> Timed:
+    def lane(self, config: RunConfig, slower: Callable[[], float] = lambda: 1.0) -> EmulatedModel:
         """A model that waits so long."""
 
         def seconds(inputs: Inputs) -> tuple[float, float]:
             whole = slower() * self.of(inputs.layout.lengths.numpy())  # type: ignore[attr-defined]
             return whole / 3, whole * 2 / 3
 
-        return Timed(model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), seconds)
+        return EmulatedModel(model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), seconds)
 
 
 def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) -> RunConfig:
@@ -77,7 +77,7 @@ def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) ->
     return resolve("tiny", [*(word for name, value in fields.items() for word in (f"--{name}", str(value))), *words])
 
 
-def trained(config: RunConfig, world: World, folder: Path, model: Timed | None = None) -> Any:
+def trained(config: RunConfig, world: World, folder: Path, model: EmulatedModel | None = None) -> Any:
     """Train, and give the trainer back."""
     trainer = build(config, world, folder, model=model)
     trainer.fit()

@@ -19,12 +19,12 @@ def kept() -> list[dict[str, Any]]:
     """Every way to train, as measured."""
     results = json.loads(RESULTS.read_text())["results"]
     (one,) = [r for r in results if (r["preset"], r["world_size"], r["compute"]) == (PRESET, RANKS, "timed")]
-    return one["ways"]
+    return one["variants"]
 
 
 def picture(ways: list[dict[str, Any]]) -> str:
     """The bars of the page about a step, for compute alone and three ways; what the colours mean stands above."""
-    by_name = {one["way"]: one for one in ways}
+    by_name = {one["variant"]: one for one in ways}
     alone = page.StackedBar("compute alone", {"forward": by_name["compute alone"]["step_ms"]})
     bars = [page.StackedBar(name, by_name[way]["causes_ms"]) for way, name in WAYS.items()] + [alone]
     seen = {cause: c for cause, c in COLOURS.items() if any(bar.values.get(cause, 0) > SEEN_MS for bar in bars)}

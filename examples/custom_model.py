@@ -55,7 +55,7 @@ class NextByMean(nn.Module):
 
     def forward(self, inputs: Inputs, rows: dict[str, Rows]) -> Tensor:
         """The *sum* of the losses: where a sample is computed cannot matter."""
-        events, wrong = rows["item"].each().tensor_split([-inputs.count or len(inputs.ids["item"])])
+        events, wrong = rows["item"].lookup().tensor_split([-inputs.count or len(inputs.ids["item"])])
         sums = torch.cat([events.new_zeros(1, DIM), events.cumsum(0)])
         mean = (sums[inputs.last] - sums[inputs.begin]) / (inputs.last - inputs.begin)[:, None]
         margin = (self.head(mean) * (events[inputs.last] - wrong)).sum(1)

@@ -258,11 +258,11 @@ def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: P
     options += ["--samples", "16", "--items", "100000", "--dim", "128", "--layers", "2", "--mbit", "200", "--out", out]
     subprocess.run([sys.executable, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
-    causes = {one["way"]: one["causes_ms"] for one in result["ways"] if "causes_ms" in one}
+    causes = {one["variant"]: one["causes_ms"] for one in result["variants"] if "causes_ms" in one}
     about = ("straggler", "ids", "urgent rows", "row gradients")
     ours, theirs = (sum(causes[way].get(cause, 0.0) for cause in about) for way in ("everything", "TorchRec"))
     assert ours < 0.7 * theirs
     for one in result["exact"]:
-        assert one["bitwise"] or one["way"] in ("balance", "everything", "TorchRec", "TorchRec SparseDist"), one
+        assert one["bitwise"] or one["variant"] in ("balance", "everything", "TorchRec", "TorchRec SparseDist"), one
         assert one["largest_relative"] < (1e-9 if one["precision"] == "fp64" else 1e-4), one
     assert "compute alone" in (tmp_path / "step-heavy-2-timed.html").read_text()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from freescale.balance.prefetch import Batches
+from freescale.bench.emulated import EmulatedModel
 from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account, segments
 from freescale.bubbles.records import read_samples
@@ -24,7 +25,6 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
 from freescale.models.retrieval import Retrieval
-from freescale.models.timed import Timed
 from freescale.train.build import build
 from freescale.train.trainer import Trainer
 from tests.support import histories, write_dataset
@@ -48,7 +48,7 @@ def rest(seconds: float) -> tuple[int, int]:
     return began, time.monotonic_ns()
 
 
-class Sleepy(Timed):
+class Sleepy(EmulatedModel):
     """Rests before it comes to the first collective of every second step."""
 
     def __init__(self, model: Retrieval, seconds: Callable[[Inputs], tuple[float, float]], rested: Moments) -> None:
@@ -83,7 +83,7 @@ def timed_run(world: World, config: RunConfig, folder: str, plant: str) -> tuple
     """Train; gives the bytes of gradients that the ranks add up, and when this rank was held up."""
     items = Loader(config.data, seed=0).vocabulary.rows
     real, seconds, held_up = Retrieval(config, items=items), lambda _: (FORWARD, BACKWARD), Moments()
-    model = Sleepy(real, seconds, held_up) if plant == "sleep" and world.rank == 1 else Timed(real, seconds)
+    model = Sleepy(real, seconds, held_up) if plant == "sleep" and world.rank == 1 else EmulatedModel(real, seconds)
     trainer = build(config, joined(world), Path(folder), model=model)
     ready = Ready(trainer.parts.loader, held_up if plant == "stall" else None)
     parts = replace(trainer.parts, loader=ready)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class Length(nn.Module):
         )
 
     def forward(self, inputs: Pairs, rows: Mapping[str, Rows]) -> Tensor:
-        x = torch.cat([rows["user"].each(), *rows["item"].each()], dim=1)
+        x = torch.cat([rows["user"].lookup(), *rows["item"].lookup()], dim=1)
         return (self.mix(x)[:, 0] - inputs.target).square().sum()
 
 

@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from freescale.bench.step import PLAIN, SPARSE_DIST, Exact, compared
+from freescale.bench.step import PLAIN, SPARSE_DIST, LossDifference, compare_losses
 from freescale.config import RunConfig
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 
 
-def losses_compared(world: World, config: RunConfig, folder: str) -> list[Exact]:
-    return compared(config, joined(world), Path(folder), steps=12)
+def losses_compared(world: World, config: RunConfig, folder: str) -> list[LossDifference]:
+    return compare_losses(config, joined(world), Path(folder), steps=12)
 
 
 def test_the_loops_of_torchrec_learn_what_ours_does(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
     """Few items: negatives are often right by chance, which a model sees by rows that are the same."""
     found, _ = groups[2].run(losses_compared, small(log), str(tmp_path))
-    off = {one.way: one.largest_relative for one in found if one.precision == "fp32"}
+    off = {one.variant: one.largest_relative for one in found if one.precision == "fp32"}
     assert set(off) == {PLAIN, SPARSE_DIST}
     assert max(off.values()) < 1e-5

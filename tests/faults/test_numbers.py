@@ -47,7 +47,7 @@ class Poisoned(nn.Module):
         return Inputs({"item": batch.history["item_id"][last]}, lengths, bad)
 
     def forward(self, inputs: Inputs, rows: Any) -> Tensor:
-        each = rows["item"].each()
+        each = rows["item"].lookup()
         said = self.head(each)[:, 0]
         losses = (said - inputs.target).square()
         if self.where == "loss":

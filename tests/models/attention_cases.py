@@ -8,23 +8,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freescale.models.attention import reference
-from freescale.models.attention.operands import Gradients, Inputs
-from freescale.models.sequence import TIME_BUCKETS, Bias, Layout, Times
+from freescale.models.attention.reference import AttentionGradients, AttentionInputs
+from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout
 
 SCALE = 50.0
 LONGEST = 700
 
 
-def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -> Layout:
+def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -> JaggedLayout:
     """Samples whose events and questions have their own times."""
-    layout = Layout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
+    layout = JaggedLayout(
+        torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates)
+    )
     event = layout.position * 977 + layout.position**2
-    return replace(layout, times=Times(event, event + 40 * (layout.position % 7)))
+    return replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
 
 
 def inputs(
-    layout: Layout, *, heads: int, width: int, dtype: torch.dtype = torch.float64, longest: int = LONGEST
-) -> Inputs:
+    layout: JaggedLayout, *, heads: int, width: int, dtype: torch.dtype = torch.float64, longest: int = LONGEST
+) -> AttentionInputs:
     """Numbers of the size that a model has, the same for the same layout."""
     generator = torch.Generator().manual_seed(layout.tokens)
 
@@ -33,8 +35,8 @@ def inputs(
 
     q, k, v = (drawn(layout.tokens, heads, width) for _ in range(3))
     assert layout.times is not None
-    when = layout.times
-    return Inputs(q, k, v, layout.spans, when.asked, when.event, drawn(longest), drawn(TIME_BUCKETS), SCALE)
+    times = layout.times
+    return AttentionInputs(q, k, v, layout.spans, times.query, times.event, drawn(longest), drawn(TIME_BUCKETS), SCALE)
 
 
 def upstream(like: Tensor) -> Tensor:
@@ -42,13 +44,13 @@ def upstream(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape).cos().to(like.dtype)
 
 
-def meant(x: Inputs, layout: Layout) -> tuple[Tensor, Gradients]:
+def meant(x: AttentionInputs, layout: JaggedLayout) -> tuple[Tensor, AttentionGradients]:
     """Result and gradients of the reference, in fp64."""
     learnt = [one.double().requires_grad_() for one in (x.q, x.k, x.v, x.position, x.time)]
     q, k, v, position, time = learnt
-    out = reference.hstu_attention(q, k, v, layout, bias=Bias(position, time), scale=x.scale)
+    out = reference.hstu_attention(q, k, v, layout, bias=BiasTables(position, time), scale=x.scale)
     found = torch.autograd.grad(out, learnt, upstream(x.v).double(), allow_unused=True, materialize_grads=True)
-    return out.detach(), Gradients(*found)
+    return out.detach(), AttentionGradients(*found)
 
 
 def apart(found: Tensor, meant: Tensor) -> float:
@@ -56,7 +58,7 @@ def apart(found: Tensor, meant: Tensor) -> float:
     return float((found.double() - meant).norm() / meant.norm().clamp(min=1e-30))
 
 
-def errors(out: Tensor, gradients: Gradients, x: Inputs, layout: Layout) -> dict[str, float]:
+def errors(out: Tensor, gradients: AttentionGradients, x: AttentionInputs, layout: JaggedLayout) -> dict[str, float]:
     """How far result and gradients are from the reference.
 
     Biases are compared together: of candidates alone, the gradient of position is one number in which everything may
@@ -69,10 +71,10 @@ def errors(out: Tensor, gradients: Gradients, x: Inputs, layout: Layout) -> dict
 
 
 def require_close(
-    forward: Callable[[Inputs], Tensor],
-    backward: Callable[[Inputs, Tensor], Gradients],
-    x: Inputs,
-    layout: Layout,
+    forward: Callable[[AttentionInputs], Tensor],
+    backward: Callable[[AttentionInputs, Tensor], AttentionGradients],
+    x: AttentionInputs,
+    layout: JaggedLayout,
     *,
     within: float,
 ) -> None:

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 
 from freescale.config import ModelConfig
 from freescale.errors import DataError
-from freescale.models.attention import blocks, native, operators, reference, softmax
-from freescale.models.attention.pairs import Pairs
-from freescale.models.hstu import HSTU, RelativeBias
-from freescale.models.sasrec import SASRec
-from freescale.models.sequence import bucket_of_cell, buckets, time_bucket
+from freescale.models.attention import blocks, operators, reference
+from freescale.models.attention.blocks import TorchPairs
+from freescale.models.encoders import HSTU, RelativeBias, SASRec
+from freescale.models.jagged import length_buckets, time_bucket, time_bucket_table
 from tests.models.attention_cases import LONGEST, batches, inputs, layout_of, require_close, upstream
 
 EDGES = [127, 128, 129, 256, 600]
@@ -31,7 +30,7 @@ def test_blocks_are_the_reference_in_fp64(batch: Batch, heads: int) -> None:
 @given(batch=batches(edges=EDGES, most=90, samples=9))
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pairs_in_c_are_the_reference_in_fp32(batch: Batch, threads: int) -> None:
-    assert isinstance(native.library(), ctypes.CDLL)
+    assert isinstance(blocks.load_library(), ctypes.CDLL)
     layout, before = layout_of(*batch), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -51,20 +50,20 @@ def test_halves_are_added_up_as_fp32(dtype: torch.dtype) -> None:
 
 def test_pairs_by_torch_operators_stand_in_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    native.library.cache_clear()
+    blocks.load_library.cache_clear()
     try:
-        assert native.library() == "no C compiler was found"
+        assert blocks.load_library() == "no C compiler was found"
         layout = layout_of([130, 5], [0, 2])
         x = inputs(layout, heads=2, width=4, dtype=torch.float32)
-        assert isinstance(blocks._on_pairs(x), Pairs)
+        assert isinstance(blocks.select_pairs(x), TorchPairs)
         require_close(blocks.forward, blocks.backward, x, layout, within=5e-6)
     finally:
-        native.library.cache_clear()
+        blocks.load_library.cache_clear()
 
 
 def test_a_sample_that_is_longer_than_the_position_bias_is_refused() -> None:
     layout = layout_of([40])
-    with pytest.raises(DataError, match="39 places apart, but the position bias has 30"):
+    with pytest.raises(DataError, match="39 positions apart, but the position bias has 30"):
         blocks.forward(inputs(layout, heads=1, width=4, dtype=torch.float32, longest=30))
 
 
@@ -85,7 +84,7 @@ def test_softmax_attention_is_the_reference(batch: Batch, heads: int) -> None:
     x = inputs(layout, heads=heads, width=4)
     q, k, v = learnt = [one.requires_grad_() for one in (x.q, x.k, x.v)]
     results = []
-    for attend in (softmax.softmax_attention, reference.softmax_attention):
+    for attend in (operators.softmax_attention, reference.softmax_attention):
         out = attend(q, k, v, layout)
         found = torch.autograd.grad(out, learnt, upstream(x.v), allow_unused=True, materialize_grads=True)
         results.append([out, *found])
@@ -102,7 +101,7 @@ def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> No
         bias = RelativeBias(12).double()()
         out = operators.hstu_attention(x.q, x.k, v, layout, bias=bias, scale=1.0)
     else:
-        out = softmax.softmax_attention(x.q, x.k, v, layout)
+        out = operators.softmax_attention(x.q, x.k, v, layout)
     for query in range(12):
         (gradient,) = torch.autograd.grad(out[4 + query].sum(), v, retain_graph=True)
         read = (gradient.abs().sum((1, 2)) > 0).nonzero().flatten().tolist()
@@ -115,10 +114,10 @@ def test_operators_are_good_citizens_of_torch() -> None:
     learnt = {"q", "k", "v", "position", "time"}
     x = x._replace(**{name: getattr(x, name).requires_grad_() for name in learnt})
     calls = [
-        (operators.attend, tuple(x)),
-        (operators.attend_backward, (upstream(x.v), *(one.detach() for one in x[:-1]), x.scale)),
-        (softmax.by_blocks, tuple(x[:4])),
-        (softmax.by_blocks_backward, (upstream(x.v), *(one.detach() for one in x[:4]))),
+        (operators.hstu_operator, tuple(x)),
+        (operators.hstu_operator_backward, (upstream(x.v), *(one.detach() for one in x[:-1]), x.scale)),
+        (operators.softmax_operator, tuple(x[:4])),
+        (operators.softmax_operator_backward, (upstream(x.v), *(one.detach() for one in x[:4]))),
     ]
     for operator, args in calls:
         results = torch.library.opcheck(operator, args)
@@ -129,13 +128,13 @@ def test_operators_are_good_citizens_of_torch() -> None:
 def test_a_compiled_model_gives_the_same_numbers_in_one_graph(kind: str, whole_form: bool) -> None:
     torch.manual_seed(3)
     config = ModelConfig(kind=kind, dim=8, layers=1, heads=2, dropout=0.0)  # type: ignore[arg-type]
-    model = {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST).double()
+    model = {"hstu": HSTU, "sasrec": SASRec}[kind](config, max_seq_len=LONGEST).double()
     backend = "inductor" if whole_form or kind == "hstu" else "aot_eager"  # which captures the same graph, sooner
     dynamic = None if whole_form else True  # or lengths are compiled in first, and then a second time without
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     for lengths in ([5, 0, 33], [130, 2]):
         layout = layout_of(lengths)
-        layout.place, layout.spans  # noqa: B018  worked out before, as a batch's preparation does
+        layout.embedding_position, layout.spans  # noqa: B018  worked out before, as a batch's preparation does
         x = torch.randn(layout.tokens, 8, dtype=torch.float64, requires_grad=True)
         results = []
         for run in (model, compiled):
@@ -153,23 +152,23 @@ def test_time_buckets_are_logarithms_and_the_same_for_every_number_type() -> Non
     assert found[:2].tolist() == [0, 0]
     assert (found[1:].double() - (seconds[1:].double().log() / 0.301).clamp(max=128)).abs().max() < 1.0
     assert torch.equal(found, time_bucket(torch.zeros_like(seconds), seconds))
-    assert bucket_of_cell(torch.device("cpu")).diff().min() >= 0
+    assert time_bucket_table(torch.device("cpu")).diff().min() >= 0
 
 
 def test_buckets_waste_little_and_hold_every_token_once() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(0, 1000, (128,)).tolist()
     layout = layout_of(lengths)
-    held = buckets(layout.spans)
+    held = length_buckets(layout.spans)
     assert sorted(torch.cat([b.index[b.valid] for b in held]).tolist()) == list(range(layout.tokens))
     padded = sum(b.index.shape[0] * b.index.shape[1] ** 2 for b in held)
     assert padded <= 1.6 * sum(n * n for n in lengths)
 
 
 def test_what_is_remembered_of_a_batch_is_forgotten_with_it() -> None:
-    before = len(buckets._known)
+    before = len(length_buckets._cache)
     layout = layout_of([3, 4])
-    assert buckets(layout.spans) is buckets(layout.spans)
-    assert len(buckets._known) == before + 1
+    assert length_buckets(layout.spans) is length_buckets(layout.spans)
+    assert len(length_buckets._cache) == before + 1
     del layout
-    assert len(buckets._known) == before
+    assert len(length_buckets._cache) == before

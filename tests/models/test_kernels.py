@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freescale.models.attention.work import blocks_of, deal, work_of
-from freescale.models.sequence import visible
+from freescale.models.attention.triton_launch import attention_schedule, schedule_tiles, split_into_blocks
+from freescale.models.jagged import is_visible
 from tests.models.attention_cases import batches, errors, inputs, layout_of, upstream
 
 SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
@@ -37,12 +37,12 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 
 def by_kernels(batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """How far the kernels are from the reference: result and every gradient."""
-    from freescale.models.attention import fused
+    from freescale.models.attention import triton_launch
 
     torch.set_num_threads(1)
     layout = layout_of(*batch)
     x = inputs(layout, heads=heads, width=width, dtype=dtype, longest=max([1, *batch[0]]))
-    return errors(fused.forward(x), fused.backward(x, upstream(x.v)), x, layout)
+    return errors(triton_launch.forward(x), triton_launch.backward(x, upstream(x.v)), x, layout)
 
 
 def require_within(found: dict[str, float], limit: float) -> None:
@@ -84,7 +84,7 @@ def sums_of_halves(length: int) -> dict[str, tuple[float, float]]:
     1024 comes first, -1024 last, and 1/128 in between. In fp16 a tile of those is less than half an ulp of 1024, and
     is lost. All scores and all their gradients are the same: what varies stands in columns that meet only zeros.
     """
-    from freescale.models.attention import fused
+    from freescale.models.attention import triton_launch
 
     torch.set_num_threads(1)
     added = torch.full((length,), 1 / 128, dtype=torch.float16)
@@ -97,7 +97,7 @@ def sums_of_halves(length: int) -> dict[str, tuple[float, float]]:
 
     x = inputs(layout_of([length]), heads=1, width=32, dtype=torch.float16, longest=length)
     x = x._replace(q=rows(1), k=rows(2), v=rows(1), position=0 * x.position, time=0 * x.time)
-    out, gradients = fused.forward(x), fused.backward(x, rows(2))
+    out, gradients = triton_launch.forward(x), triton_launch.backward(x, rows(2))
     opened = torch.sigmoid(torch.ones((), dtype=torch.float64))
     total = (length - 2) / 128 / x.scale
     weight, slope = float(total * opened), float(total * opened * (2 - opened))
@@ -120,7 +120,7 @@ def test_every_tile_that_is_seen_is_dealt_once_and_evenly(batch: Batch, programs
     layout, block = layout_of(*batch), 32
     if not batch[0]:
         return
-    work = work_of(layout.spans, layout.tokens, block, programs)
+    work = attention_schedule(layout.spans, layout.tokens, block, programs)
     for dealt, by_row in ((work.rows, True), (work.columns, False)):
         met: dict[tuple[int, int, int], int] = {}
         for sample, place, begin, end, _ in dealt.items.flatten(0, 1).tolist():
@@ -136,14 +136,14 @@ def test_every_tile_that_is_seen_is_dealt_once_and_evenly(batch: Batch, programs
 def seen_tiles(length: int, history: int, block: int) -> int:
     """Tiles of a sample in which some query sees some key, found pair by pair."""
     places = torch.arange(-(-length // block) * block)
-    seen = visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
+    seen = is_visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
     return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
 
 
 def test_parts_of_a_block_that_was_cut_are_joined_once_each() -> None:
     layout = layout_of([2000, 5])
-    blocks = blocks_of(layout.spans, tokens=layout.tokens, block=32)
-    dealt = deal(blocks, blocks.row_tiles, programs=64)
+    blocks = split_into_blocks(layout.spans, tokens=layout.tokens, block_size=32)
+    dealt = schedule_tiles(blocks, blocks.row_tiles, programs=64)
     slots = dealt.items[..., 4][dealt.items[..., 0] >= 0]
     joined = [
         slot + part

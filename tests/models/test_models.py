@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freescale.config import ModelConfig
-from freescale.models import losses
-from freescale.models.hstu import HSTU
-from freescale.models.keyed import Keys, hashed
-from freescale.models.sasrec import SASRec
-from freescale.models.sequence import Layout, Times
+from freescale.models.encoders import HSTU, SASRec
+from freescale.models.jagged import EventTimes, JaggedLayout
+from freescale.models.keyed import Keys, splitmix64
+from freescale.models.ranking import binary_cross_entropy_sum
+from freescale.models.retrieval import sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of
 
 DIM = 8
 
 
-def inputs(layout: Layout, *shape: int, seed: int = 0) -> Tensor:
+def inputs(layout: JaggedLayout, *shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(layout.tokens, *shape, dtype=torch.float64, generator=generator, requires_grad=True)
 
@@ -28,7 +28,7 @@ def inputs(layout: Layout, *shape: int, seed: int = 0) -> Tensor:
 def encoder(kind: str) -> torch.nn.Module:
     torch.manual_seed(3)
     config = ModelConfig(kind=kind, dim=DIM, layers=2, heads=2, dropout=0.3)  # type: ignore[arg-type]
-    return {"hstu": HSTU, "sasrec": SASRec}[kind](config, longest=LONGEST).double()
+    return {"hstu": HSTU, "sasrec": SASRec}[kind](config, max_seq_len=LONGEST).double()
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
@@ -40,11 +40,11 @@ def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout
     model, layout = encoder(kind), layout_of(lengths)
     sample_id = torch.arange(len(lengths)) * 7919 + 5
     x = inputs(layout, DIM)
-    together = model(x, layout, Keys.of(layout, sample_id, seed=1, step=9))
+    together = model(x, layout, Keys.from_layout(layout, sample_id, seed=1, step=9))
     i = chosen.draw(st.integers(0, len(lengths) - 1))
     begin, end = layout.offsets[i], layout.offsets[i + 1]
     single = layout_of([lengths[i]])
-    alone = model(x[begin:end], single, Keys.of(single, sample_id[i : i + 1], seed=1, step=9))
+    alone = model(x[begin:end], single, Keys.from_layout(single, sample_id[i : i + 1], seed=1, step=9))
     torch.testing.assert_close(together[begin:end], alone, rtol=1e-10, atol=1e-12)
 
 
@@ -64,14 +64,14 @@ def test_keyed_randomness_follows_the_sample_and_changes_with_seed_step_and_plac
     layout = layout_of([5, 3])
     ids = torch.tensor([11, 22])
     swapped = layout_of([3, 5])
-    a = Keys.of(layout, ids, seed=1, step=2).integers(64, 1000, salt=0)
-    b = Keys.of(swapped, ids.flip(0), seed=1, step=2).integers(64, 1000, salt=0)
+    a = Keys.from_layout(layout, ids, seed=1, step=2).randint(64, 1000, salt=0)
+    b = Keys.from_layout(swapped, ids.flip(0), seed=1, step=2).randint(64, 1000, salt=0)
     assert torch.equal(a[:5], b[3:])
     assert torch.equal(a[5:], b[:3])
     others = [
-        Keys.of(layout, ids, seed=2, step=2).integers(64, 1000, salt=0),
-        Keys.of(layout, ids, seed=1, step=3).integers(64, 1000, salt=0),
-        Keys.of(layout, ids, seed=1, step=2).integers(64, 1000, salt=1),
+        Keys.from_layout(layout, ids, seed=2, step=2).randint(64, 1000, salt=0),
+        Keys.from_layout(layout, ids, seed=1, step=3).randint(64, 1000, salt=0),
+        Keys.from_layout(layout, ids, seed=1, step=2).randint(64, 1000, salt=1),
         a.roll(1, 0),
     ]
     for other in others:
@@ -80,7 +80,7 @@ def test_keyed_randomness_follows_the_sample_and_changes_with_seed_step_and_plac
 
 def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
     layout = layout_of([400] * 10)
-    keys = Keys.of(layout, torch.arange(10), seed=0, step=0)
+    keys = Keys.from_layout(layout, torch.arange(10), seed=0, step=0)
     dropped = keys.dropout(torch.ones(4000, 50, dtype=torch.float64), 0.2, salt=4)
     assert (dropped == 0).double().mean() == pytest.approx(0.2, abs=0.005)
     assert dropped.mean() == pytest.approx(1.0, abs=0.005)
@@ -91,7 +91,7 @@ def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
 
 def test_keyed_dropout_keeps_the_mean_and_stays_finite_up_to_a_share_of_one() -> None:
     layout = layout_of([400] * 10)
-    keys = Keys.of(layout, torch.arange(10), seed=0, step=0)
+    keys = Keys.from_layout(layout, torch.arange(10), seed=0, step=0)
     ones = torch.ones(4000, 512, dtype=torch.float64)
     dropped = keys.dropout(ones, 1.0 - 2.0**-20, salt=4)
     assert dropped.isfinite().all()
@@ -102,10 +102,12 @@ def test_keyed_dropout_keeps_the_mean_and_stays_finite_up_to_a_share_of_one() ->
 
 
 def test_the_hash_is_splitmix64() -> None:
-    from freescale.data.order import splitmix64
+    from freescale.data.order import splitmix64 as numpy_splitmix64
 
     values = torch.tensor([0, 1, -1, 2**62, 123456789])
-    assert hashed(values).numpy().view("uint64").tolist() == splitmix64(values.numpy().view("uint64")).tolist()
+    assert (
+        splitmix64(values).numpy().view("uint64").tolist() == numpy_splitmix64(values.numpy().view("uint64")).tolist()
+    )
 
 
 @pytest.mark.parametrize("rows", [40, 1000], ids=["scores of all rows", "scores of chosen rows"])
@@ -122,7 +124,7 @@ def test_sampled_softmax_is_the_cross_entropy_of_cosines_in_value_and_gradients(
         cosines = torch.stack([torch.cosine_similarity(output[t], items[item], dim=0) for item in kept])
         losses_by_token.append(-(cosines / 0.05).log_softmax(0)[0])
     meant = torch.stack(losses_by_token).sum()
-    got = losses.sampled_softmax(output, items, right=right, wrong=wrong, temperature=0.05)
+    got = sampled_softmax(output, items, positive=right, negatives=wrong, temperature=0.05)
     torch.testing.assert_close(got, meant, rtol=1e-12, atol=0)
     for mine, theirs in zip(*(torch.autograd.grad(3 * x, [output, items]) for x in (got, meant)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
@@ -131,7 +133,7 @@ def test_sampled_softmax_is_the_cross_entropy_of_cosines_in_value_and_gradients(
 def test_binary_tasks_add_up_over_tasks() -> None:
     logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
-    assert losses.binary_tasks(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)
+    assert binary_cross_entropy_sum(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)
 
 
 def test_the_order_of_candidates_does_not_matter() -> None:
@@ -139,7 +141,7 @@ def test_the_order_of_candidates_does_not_matter() -> None:
     assert layout.times is not None
     time = layout.times.event.clone()
     time[9:] = time[8]
-    layout = replace(layout, times=Times(time, time))
+    layout = replace(layout, times=EventTimes(time, time))
     x = inputs(layout, DIM)
     swapped = torch.cat([x[:9], x[9:].flip(0)])
     torch.testing.assert_close(model(x, layout)[9:], model(swapped, layout)[9:].flip(0), rtol=1e-10, atol=1e-12)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from freescale.bench.emulated import EmulatedModel, emulate_passes
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.records import read_samples
 from freescale.data.loader import Loader
-from freescale.models.timed import Timed, waits
 from freescale.train.build import build, model_of
 from freescale.train.network import Network, backward, data_parallel
 from tests.support.ranks import Ranks, World
@@ -28,7 +28,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(LAYERS))
 
     def forward(self, inputs: Tensor, _: object) -> Tensor:
-        return waits([inputs], self.parameters(), forward=0.0, backward=BACKWARD)
+        return emulate_passes([inputs], self.parameters(), forward=0.0, backward=BACKWARD)
 
 
 def sent(world: World) -> list[tuple[int, float]]:
@@ -75,7 +75,7 @@ def train(world: World, log: Path, folder: Path) -> None:
     """Some steps on the timed lane, in which rank 1 is late."""
     config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
     model = model_of(config, items=Loader(config.data, seed=0).vocabulary.rows)
-    lane = Timed(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
+    lane = EmulatedModel(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
     trainer = build(config, joined(world), folder, model=lane)
     trainer.fit()
     trainer.close()

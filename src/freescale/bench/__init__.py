@@ -1,1 +1,1 @@
-"""Our claims, measured where this runs: each way to train takes turns with the others over the same samples."""
+"""Benchmarks on this machine: each variant of training takes turns with the others over the same samples."""

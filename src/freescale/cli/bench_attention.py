@@ -9,7 +9,8 @@ from freescale.errors import reason
 from freescale.progress import progress
 
 if TYPE_CHECKING:
-    from freescale.models.attention.measure import Problem, Timed
+    from freescale.bench.attention import AttentionTiming
+    from freescale.models.attention.reference import AttentionProblem
 
 _LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
@@ -51,23 +52,25 @@ def run(argv: Sequence[str], prog: str) -> int:
         import numpy as np
         import torch
 
+        from freescale.bench import attention
         from freescale.data import synthetic
-        from freescale.models.attention import measure
+        from freescale.models.attention.operators import hstu_attention
+        from freescale.models.attention.reference import AttentionProblem, relative_errors
 
     require_gpu(options.device)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
     place, size = torch.device(options.device), {"heads": options.heads, "width": options.width}
     with progress("checking attention"):
-        errors = measure.errors(measure.Problem.checked(**size, dtype=kind, device=place))
+        errors = relative_errors(AttentionProblem.edge_cases(**size, dtype=kind, device=place), hstu_attention)
     right = all(error <= _LIMITS[options.precision] for error in errors.values())
-    timed: list[Timed] = []
+    timed: list[AttentionTiming] = []
     left_out: dict[str, str] = {}
     if right:
         drawn = synthetic.draw_lengths(options.preset, options.batch, np.random.default_rng(0))
         lengths = np.minimum(drawn, options.longest).tolist()
-        problem = measure.Problem.of(lengths, **size, dtype=kind, device=place)
+        problem = AttentionProblem.random(lengths, **size, dtype=kind, device=place)
         competitors, left_out = _competitors(problem)
-        timed = measure.compete(problem, competitors, rounds=options.rounds)
+        timed = attention.compare(problem, competitors, rounds=options.rounds)
     if options.json:
         print_json({"errors": errors, "right": right, "timed": [asdict(one) for one in timed], "left_out": left_out})
     else:
@@ -75,21 +78,26 @@ def run(argv: Sequence[str], prog: str) -> int:
     return 0 if right else 1
 
 
-def _competitors(problem: "Problem") -> "tuple[dict[str, Callable[[Problem], None]], dict[str, str]]":
+def _competitors(problem: "AttentionProblem") -> "tuple[dict[str, Callable[[AttentionProblem], None]], dict[str, str]]":
     """Who can run here, and why the others cannot."""
-    from freescale.models.attention import measure
+    from freescale.bench import attention
 
-    competitors: dict[str, Callable[[Problem], None]] = {"ours": measure.ours, "padded to the longest": measure.padded}
+    competitors: dict[str, Callable[[AttentionProblem], None]] = {
+        "ours": attention.run_operator,
+        "padded to the longest": attention.run_padded,
+    }
     try:
         with progress("compiling flex attention"):
-            flex = measure.flex_on(problem)
+            flex = attention.compile_flex(problem)
             flex(problem)
     except Exception as error:  # whatever the compiler says: it is a guest here
         return competitors, {"flex attention": reason(error)}
     return competitors | {"flex attention (softmax, no biases)": flex}, {}
 
 
-def _print(options: Options, errors: dict[str, float], timed: "Sequence[Timed]", left_out: dict[str, str]) -> None:
+def _print(
+    options: Options, errors: dict[str, float], timed: "Sequence[AttentionTiming]", left_out: dict[str, str]
+) -> None:
     title = f"{options.precision} on {options.device}, {options.heads} x {options.width}"
     rows = [[name, f"{error:.1e}"] for name, error in errors.items()]
     print_table(f"Against the reference in fp64, {title}", ["what", "relative error"], rows)

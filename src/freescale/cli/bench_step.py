@@ -39,12 +39,12 @@ def run(argv: Sequence[str], prog: str) -> int:
 def _measure(options: argparse.Namespace, config: RunConfig) -> int:
     """What every rank does."""
     with progress("starting"):
-        from freescale.bench import page, step
+        from freescale.bench import step
         from freescale.transport.world import destroy_world, init_world
 
         world = init_world(timeout=config.train.timeout)
     folder = options.out.with_suffix("")
-    trainings = options.turns * len(step.WAYS) + sum(map(len, step.COMPARED.values()))
+    trainings = options.turns * len(step.VARIANTS) + sum(map(len, step.LOSS_VARIANTS.values()))
     with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
 
         def tell(text: str) -> None:
@@ -52,16 +52,20 @@ def _measure(options: argparse.Namespace, config: RunConfig) -> int:
             if not options.json and not options.quiet:
                 say(text)
 
-        found = step.measure(config, world, folder, turns=options.turns, timed=options.timed, say=tell)
-        exact = step.compared(config, world, folder, steps=options.exact_steps, say=lambda _: bar.advance())
+        found = step.measure_steps(config, world, folder, turns=options.turns, emulated=options.timed, on_progress=tell)
+        exact = step.compare_losses(
+            config, world, folder, steps=options.exact_steps, on_progress=lambda _: bar.advance()
+        )
     if world.is_rank_zero:
-        write_page(options.out, page.document(found, exact))
+        write_page(options.out, step.render_page(found, exact))
         if options.json:
-            print_json({"ways": found.figures(), "floor": found.floor(), "exact": [one._asdict() for one in exact]})
+            print_json(
+                {"variants": found.figures(), "floor": found.noise_floor(), "exact": [one._asdict() for one in exact]}
+            )
         else:
-            print_table(f"{world.world_size} ranks", page.HEADER, page.rows(found.figures()))
-            print_table("what is learnt", page.EXACT_HEADER, page.exact_rows(exact), words=(0, 1, 2))
-            say(page.headline(found), f"page: {options.out}")
+            print_table(f"{world.world_size} ranks", step.HEADER, step.table_rows(found.figures()))
+            print_table("what is learnt", step.LOSS_HEADER, step.loss_rows(exact), words=(0, 1, 2))
+            say(step.headline(found), f"page: {options.out}")
     destroy_world()
     return 0
 

@@ -1,1 +1,1 @@
-"""Sequence models on jagged batches: HSTU, SASRec, their attention and losses. Knows no process group."""
+"""Sequence models on jagged batches: HSTU and SASRec encoders, their attention and their losses. No process groups."""

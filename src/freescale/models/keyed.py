@@ -1,7 +1,7 @@
-"""Randomness that follows a sample wherever it is computed.
+"""Counter-based randomness that does not depend on the placement of samples.
 
-Dropout masks and negatives are hashes of (seed, step, sample id, position), never draws from a generator: which rank
-holds a sample, and next to which others, cannot change them.
+Dropout masks and negatives are hashes of (seed, step, sample id, position), not draws from a generator. The rank that
+computes a sample, and the other samples of its batch, cannot change them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.models.sequence import Layout
+from freescale.models.jagged import JaggedLayout
 
 _WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64, as signed integers
 
@@ -21,42 +21,41 @@ class Keys:
     token: Tensor
 
     @staticmethod
-    def of(layout: Layout, sample_id: Tensor, *, seed: int, step: int) -> "Keys":
-        """Give every token its key: where its sample is computed has no part in it."""
-        run = hashed(torch.tensor([seed], device=sample_id.device)) ^ step
-        sample = hashed(sample_id ^ hashed(run))
-        return Keys(hashed(sample.repeat_interleave(layout.lengths) + layout.position))
+    def from_layout(layout: JaggedLayout, sample_id: Tensor, *, seed: int, step: int) -> "Keys":
+        """Derive the key of every token from seed, step, sample id and position."""
+        run = splitmix64(torch.tensor([seed], device=sample_id.device)) ^ step
+        sample = splitmix64(sample_id ^ splitmix64(run))
+        return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.position))
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
-        """Drop elements of [tokens, width]. `salt` tells the places of a model apart."""
+        """Drop elements of [tokens, width] with probability `p`. `salt` separates the dropout sites of a model."""
         if not 0.0 <= p < 1.0:
-            raise ValueError(f"dropout is {p}, but must be at least 0 and below 1")
+            raise ValueError(f"dropout probability is {p}, but must be at least 0 and below 1")
         if p == 0.0:
             return x
-        threshold = min(round(p * 0x10000), 0xFFFF)  # a kept share of 0 would divide by zero
-        words = hashed(self.token[:, None] ^ _lane(salt, -(-x.shape[1] // 4), x.device))
+        threshold = min(round(p * 0x10000), 0xFFFF)  # at 0x10000 the scale below would divide by zero
+        words = splitmix64(self.token[:, None] ^ _lanes(salt, -(-x.shape[1] // 4), x.device))
         uniform = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], dim=-1)
         kept = uniform.flatten(1)[:, : x.shape[1]] >= threshold  # four elements share a hash
         return x * kept / (1.0 - threshold / 0x10000)
 
-    def integers(self, count: int, below: int, *, salt: int) -> Tensor:
-        """Draw `count` integers in [0, below) for every token."""
-        words = hashed(self.token[:, None] ^ _lane(salt, count, self.token.device))
-        return (words & 0x7FFFFFFFFFFFFFFF) % below
+    def randint(self, count: int, high: int, *, salt: int) -> Tensor:
+        """Draw `count` integers in [0, high) for every token."""
+        words = splitmix64(self.token[:, None] ^ _lanes(salt, count, self.token.device))
+        return (words & 0x7FFFFFFFFFFFFFFF) % high
 
 
-def hashed(z: Tensor) -> Tensor:
+def splitmix64(z: Tensor) -> Tensor:
     """Hash 64 bits to 64 bits, element by element (the finalizer of splitmix64)."""
     z = z + _WEYL
-    z = (z ^ _shifted(z, 30)) * _M1
-    z = (z ^ _shifted(z, 27)) * _M2
-    return z ^ _shifted(z, 31)
+    z = (z ^ _logical_shift_right(z, 30)) * _M1
+    z = (z ^ _logical_shift_right(z, 27)) * _M2
+    return z ^ _logical_shift_right(z, 31)
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign."""
+def _logical_shift_right(z: Tensor, bits: int) -> Tensor:
     return z >> bits & ((1 << (64 - bits)) - 1)
 
 
-def _lane(salt: int, count: int, device: torch.device) -> Tensor:
-    return hashed(torch.arange(count, device=device) + (salt << 32))
+def _lanes(salt: int, count: int, device: torch.device) -> Tensor:
+    return splitmix64(torch.arange(count, device=device) + (salt << 32))

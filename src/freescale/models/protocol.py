@@ -1,14 +1,14 @@
-"""What a model has to be for the trainer: bring your own by writing these three methods.
+"""The interface of a model that the trainer can train. A custom model implements these three methods.
 
-A step goes `prepare` -> the rows of `Inputs.ids` are fetched -> `forward`. `prepare` looks at the batch alone, so it
-can run while the step before it is still computing.
+A step calls `prepare`, fetches the rows of `Inputs.ids`, then calls `forward`. `prepare` reads only the batch, so it
+can run while the previous step is still computing.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.nn.functional as F  # noqa: N812  the name that everyone knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from freescale.data.batch import Batch
@@ -16,28 +16,28 @@ from freescale.data.batch import Batch
 
 @dataclass(frozen=True)
 class Rows:
-    """Embedding rows that a batch needs: each distinct one once, and where the ids that were asked for find theirs."""
+    """Embedding rows of a batch: each distinct row once, and the row of every requested id."""
 
     values: Tensor
     """[distinct ids, dim]"""
     index: Tensor
-    """Of the shape of the ids that were asked for."""
+    """Row of `values` for every requested id, in the shape of the ids."""
 
-    def each(self) -> Tensor:
-        """One row for every id that was asked for."""
-        return F.embedding(self.index, self.values)  # whose gradient has one order, on any number of threads
+    def lookup(self) -> Tensor:
+        """Return one row for every requested id."""
+        return F.embedding(self.index, self.values)  # its gradient has one order, on any number of threads
 
 
 class Inputs(Protocol):
-    """A batch, ready for its forward pass."""
+    """A batch that is ready for its forward pass."""
 
     @property
     def ids(self) -> Mapping[str, Tensor]:
-        """For each table, the ids whose rows `forward` reads: any shape, duplicates welcome."""
+        """For each table, the ids whose rows `forward` reads. Any shape; duplicates are allowed."""
 
     @property
     def count(self) -> int:
-        """How many terms the loss has: the divisor, once added up over all ranks."""
+        """Number of loss terms. Its sum over all ranks divides the loss."""
 
 
 class Model(Protocol):
@@ -45,10 +45,10 @@ class Model(Protocol):
 
     @property
     def tables(self) -> Mapping[str, tuple[int, int]]:
-        """Rows and width of every embedding table that it reads."""
+        """Number of rows and width of every embedding table."""
 
     def prepare(self, batch: Batch) -> Inputs:
         """Lay out a batch, which may be empty. Anything random must be keyed by sample (see `keyed`)."""
 
     def __call__(self, inputs: Any, rows: Mapping[str, Rows]) -> Tensor:
-        """Give the *sum* of the losses of a batch; it is divided by the count of all ranks afterwards."""
+        """Return the *sum* of the losses of a batch. The trainer divides it by the count of all ranks."""

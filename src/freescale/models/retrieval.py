@@ -1,36 +1,38 @@
-"""Which item comes next: a sampled softmax over cosines, at every event of every history."""
+"""The retrieval task: predict the next item at every event, by a sampled softmax over cosines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everyone knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
-from freescale.models.encoders import encoder
+from freescale.models.encoders import build_encoder
+from freescale.models.jagged import EventTimes, JaggedLayout
 from freescale.models.keyed import Keys
-from freescale.models.losses import sampled_softmax
 from freescale.models.protocol import Rows
-from freescale.models.sequence import Layout, Times
 
-_NEGATIVES = 1 << 20  # salt: apart from every place of dropout
+_NEGATIVES_SALT = 1 << 20  # distinct from the salts of all dropout sites
+_CHUNK = 128  # tokens per chunk: their scores stay in the cache of a core
+_MAX_PRODUCT_RATIO = 64  # a product with all rows is cheaper than a gather up to this ratio of rows to samples
 
 
 @dataclass(frozen=True)
 class RetrievalInputs:
-    """Histories, what came next in each, and what did not."""
+    """Histories, and for training the negatives of every event."""
 
     ids: dict[str, Tensor]
     """`item`: all events; in training followed by the negatives of all events."""
-    layout: Layout
+    layout: JaggedLayout
     keys: Keys | None
-    """Turn dropout on."""
+    """Enable dropout."""
 
     @property
     def count(self) -> int:
-        """Events that have a next one."""
+        """Number of events that have a next event."""
         return int((self.layout.lengths - 1).clamp(min=0).sum())
 
 
@@ -41,50 +43,126 @@ class Retrieval(nn.Module):
         super().__init__()
         self.tables = {"item": (items, config.model.dim)}
         self._items, self._seed, self._task = items, config.seed, config.task
-        self.encoder = encoder(config.model, longest=config.data.max_history)
+        self.encoder = build_encoder(config.model, max_seq_len=config.data.max_history)
 
     def prepare(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for training."""
         inputs = self.prepare_query(batch)
-        keys = Keys.of(inputs.layout, batch.sample_id, seed=self._seed, step=batch.step_key)
-        negatives = keys.integers(self._task.negatives, self._items, salt=_NEGATIVES)
+        keys = Keys.from_layout(inputs.layout, batch.sample_id, seed=self._seed, step=batch.step_key)
+        negatives = keys.randint(self._task.negatives, self._items, salt=_NEGATIVES_SALT)
         return replace(inputs, ids={"item": torch.cat([inputs.ids["item"], negatives.flatten()])}, keys=keys)
 
     def prepare_query(self, batch: Batch) -> RetrievalInputs:
-        """Lay out a batch for asking what comes after its last events."""
-        layout = Layout(batch.history.offsets, times=Times(batch.history["timestamp"], _asked(batch)))
-        return RetrievalInputs({"item": batch.history["item_id"]}, layout, None)
+        """Lay out a batch for predicting the item after the last event of each sample."""
+        times = EventTimes(batch.history["timestamp"], _query_times(batch))
+        return RetrievalInputs(
+            {"item": batch.history["item_id"]}, JaggedLayout(batch.history.offsets, times=times), None
+        )
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
-        """Sum of the losses of all events that have a next one."""
+        """Return the sum of the losses of all events that have a next event."""
         items, layout, tokens = rows["item"], inputs.layout, inputs.layout.tokens
         output = self.encoder(F.embedding(items.index[:tokens], items.values), layout, inputs.keys)
-        asked = (layout.position + 1 < layout.lengths.repeat_interleave(layout.lengths)).nonzero()[:, 0]
-        right, wrong = items.index[asked + 1], items.index[tokens:].view(tokens, self._task.negatives)[asked]
+        queries = (layout.position + 1 < layout.lengths.repeat_interleave(layout.lengths)).nonzero()[:, 0]
+        positive = items.index[queries + 1]
+        negatives = items.index[tokens:].view(tokens, self._task.negatives)[queries]
         temperature = self._task.temperature
-        return sampled_softmax(output[asked], items.values, right=right, wrong=wrong, temperature=temperature)
+        return sampled_softmax(
+            output[queries], items.values, positive=positive, negatives=negatives, temperature=temperature
+        )
 
-    def query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
-        """What stands behind the last event of each sample, to be compared with `as_items`; 0 without events."""
-        output = self.encoder(rows["item"].each(), inputs.layout, None)
+    def encode_query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
+        """Return the query vector of each sample, to compare with `encode_items`; 0 without events."""
+        output = self.encoder(rows["item"].lookup(), inputs.layout, None)
         last = inputs.layout.offsets[1:] - 1
-        found = inputs.layout.lengths > 0
+        nonempty = inputs.layout.lengths > 0
         vectors = output.new_zeros(len(last), output.shape[1])
-        vectors[found] = F.normalize(output[last[found]], dim=-1)
+        vectors[nonempty] = F.normalize(output[last[nonempty]], dim=-1)
         return vectors
 
-    def as_items(self, rows: Tensor) -> Tensor:
-        """Rows of the table, as queries are compared with them."""
+    def encode_items(self, rows: Tensor) -> Tensor:
+        """Return the vectors of table rows, to compare with `encode_query`."""
         return F.normalize(rows, dim=-1)
 
 
-def _asked(batch: Batch) -> Tensor:
-    """Each event is asked for the next one when that happens; the last one when its target does, if that is known."""
-    event, end, found = batch.history["timestamp"], batch.history.offsets[1:], batch.history.lengths > 0
-    asked = torch.cat([event[1:], event[-1:]])
-    last = end[found] - 1
-    asked[last] = event[last]
+def _query_times(batch: Batch) -> Tensor:
+    """Return the query time of each event: that of the next event, and for the last event that of its target."""
+    event, end, nonempty = batch.history["timestamp"], batch.history.offsets[1:], batch.history.lengths > 0
+    query = torch.cat([event[1:], event[-1:]])
+    last = end[nonempty] - 1
+    query[last] = event[last]
     if batch.targets is not None:
-        known = found & (batch.targets.lengths > 0)
-        asked[end[known] - 1] = batch.targets["timestamp"][batch.targets.offsets[:-1][known]]
-    return asked
+        has_target = nonempty & (batch.targets.lengths > 0)
+        query[end[has_target] - 1] = batch.targets["timestamp"][batch.targets.offsets[:-1][has_target]]
+    return query
+
+
+def sampled_softmax(output: Tensor, rows: Tensor, *, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
+    """Return the sum of the cross entropies of the positive item among itself and the negatives, by cosine.
+
+    `output` [tokens, dim] is compared with items of `rows` [distinct, dim], which `positive` [tokens] and `negatives`
+    [tokens, count] index. A negative that equals the positive is masked.
+    """
+    sampled = torch.cat([positive[:, None], negatives], dim=1)
+    masked = F.pad(negatives == positive[:, None], (1, 0))
+    with torch.autocast(output.device.type, enabled=False):  # cosines over a small temperature need full precision
+        output, rows = F.normalize(output.to(rows.dtype), dim=-1), F.normalize(rows, dim=-1)
+        return _SampledSoftmax.apply(output / temperature, rows, sampled, masked)
+
+
+class _SampledSoftmax(torch.autograd.Function):
+    """Sum of -log softmax of the first sampled row among all sampled rows, over all tokens.
+
+    The forward pass computes the gradients too, chunk by chunk, so that no matrix of [tokens, rows] or
+    [tokens, sampled, dim] exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        output, rows, sampled, masked = inputs
+        total = output.new_zeros(())
+        d_output, d_rows = torch.empty_like(output), torch.zeros_like(rows)
+        chunk_loss = _loss_by_product if len(rows) <= _MAX_PRODUCT_RATIO * sampled.shape[1] else _loss_by_gather
+        for begin in range(0, len(output), _CHUNK):
+            part = slice(begin, begin + _CHUNK)
+            total += chunk_loss(output[part], rows, sampled[part], masked[part], d_output[part], d_rows)
+        ctx.save_for_backward(d_output, d_rows)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_output, d_rows = ctx.saved_tensors
+        return d_output * gradients[0], d_rows * gradients[0], None, None
+
+
+def _loss_by_product(
+    output: Tensor, rows: Tensor, sampled: Tensor, masked: Tensor, d_output: Tensor, d_rows: Tensor
+) -> Tensor:
+    """Compute the scores of all rows and select the sampled ones."""
+    scores = output @ rows.T
+    loss, gradient = _cross_entropy(scores.gather(1, sampled), masked)
+    scores.zero_().scatter_add_(1, sampled, gradient)
+    torch.mm(scores, rows, out=d_output)
+    d_rows.addmm_(scores.T, output)
+    return loss
+
+
+def _loss_by_gather(
+    output: Tensor, rows: Tensor, sampled: Tensor, masked: Tensor, d_output: Tensor, d_rows: Tensor
+) -> Tensor:
+    """Compute the scores of the sampled rows only."""
+    gathered = rows[sampled]
+    loss, gradient = _cross_entropy(torch.einsum("td,tkd->tk", output, gathered), masked)
+    d_output.copy_(torch.einsum("tk,tkd->td", gradient, gathered))
+    d_rows.index_add_(0, sampled.flatten(), (gradient[:, :, None] * output[:, None]).flatten(0, 1))
+    return loss
+
+
+def _cross_entropy(scores: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of the first column against the others, and the gradient of the scores."""
+    scores = scores.masked_fill_(masked, float("-inf"))
+    log_total = scores.logsumexp(1)
+    loss = (log_total - scores[:, 0]).sum()
+    gradient = (scores - log_total[:, None]).exp_()
+    gradient[:, 0] -= 1.0
+    return loss, gradient

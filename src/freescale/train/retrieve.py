@@ -105,7 +105,7 @@ class Corpus:
 
     def _queries(self, batch: Batch) -> Tensor:
         inputs = self._model.prepare_query(batch)
-        return self._model.query(inputs, self.network.read(inputs.ids, self.tables))
+        return self._model.encode_query(inputs, self.network.read(inputs.ids, self.tables))
 
     def _pieces(self) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, self.items, self.piece):
@@ -113,7 +113,7 @@ class Corpus:
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Rows of items as queries are compared with them."""
-        return self._model.as_items(self.network.read({"item": ids}, self.tables)["item"].each())
+        return self._model.encode_items(self.network.read({"item": ids}, self.tables)["item"].lookup())
 
 
 def _sample_of(events: Events) -> Tensor:

@@ -20,7 +20,8 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, Tra
 from freescale.data import synthetic
 from freescale.errors import reason
 from freescale.log import handled_by
-from freescale.models.attention.measure import Problem, errors
+from freescale.models.attention.operators import hstu_attention
+from freescale.models.attention.reference import AttentionProblem, relative_errors
 from freescale.progress import track
 from freescale.transport.selection import TRANSPORTS, TransportFactory
 from freescale.transport.world import World
@@ -125,7 +126,9 @@ class Selftest:
         """HSTU attention of this device gives the reference's result and gradients."""
         limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type == "cuda" else {})
         for dtype, limit in limits.items():
-            found = errors(Problem.checked(heads=2, width=25, dtype=dtype, device=self._world.device))
+            found = relative_errors(
+                AttentionProblem.edge_cases(heads=2, width=25, dtype=dtype, device=self._world.device), hstu_attention
+            )
             wrong = {name: error for name, error in found.items() if not error <= limit}  # NaN is wrong
             _require(not wrong, f"{dtype} is off by {wrong}")
         return ""

@@ -1,65 +1,294 @@
-"""HSTU attention block by block of queries, with torch's products of matrices: on a CPU, and where no kernel fits.
+"""HSTU attention by blocks of queries, with torch's matrix products: for CPUs, and wherever no kernel fits.
 
-Memory follows the tokens: of the matrix of all pairs there is one block at a time, small enough for the cache, and
-backward computes it anew. What happens to the pairs of a block is the business of `pairs`, or of its twin in C.
+Memory is linear in the tokens: one block of scores exists at a time, small enough for the cache, and backward
+recomputes it. Biases, SiLU and mask of a block are one pass of `pairs.c` for fp32 on a CPU (about twenty passes of
+torch operators), else torch operators. The C file is compiled on first use (a third of a second), loaded through
+ctypes, and not kept on disk.
 """
 
+import ctypes
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
+from freescale.errors import DataError
 from freescale.log import warning_once
-from freescale.models.attention import native
-from freescale.models.attention.matrix import Room, matrices
-from freescale.models.attention.operands import Gradients, Inputs
-from freescale.models.attention.pairs import Pairs
-from freescale.models.sequence import Times
+from freescale.models.attention.reference import AttentionGradients, AttentionInputs
+from freescale.models.jagged import (
+    CELL_SHIFT,
+    EventTimes,
+    PaddedBatch,
+    compute_dtype,
+    is_visible,
+    padded_batches,
+    time_bucket_table,
+)
 
-OnPairs = Pairs | native.Pairs
-"""What turns scores [samples * heads, rows, keys] of a block into weights, in place, and its gradients back."""
+_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DCELL_SHIFT={CELL_SHIFT}")
+_MIN_PARALLEL_PAIRS = 1 << 17  # fewer pairs are done before another thread has started
+_Kernel = Callable[..., None]
+_Sums = Sequence[Sequence[Tensor]]
+_Count, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
-def forward(x: Inputs) -> Tensor:
-    """Mix the values that every query sees."""
+def forward(x: AttentionInputs) -> Tensor:
+    """Return the output of HSTU attention."""
     out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    pairs, room = _on_pairs(x), Room()
-    for matrix in matrices(x.q, x.k, x.v, x.spans, Times(x.event, x.asked)):
-        mixed = torch.empty_like(matrix.v)
-        for rows in matrix.rows():
-            seen = slice(0, rows.stop)
-            weights = room.product(matrix.q[:, rows], matrix.k[:, seen].mT)
-            pairs.weigh_(weights, matrix, rows)
-            torch.bmm(weights, matrix.v[:, seen], out=mixed[:, rows])
-        matrix.put(mixed.div_(x.scale), out)
+    pairs, buffer = select_pairs(x), ScratchBuffer()
+    for batch in padded_batches(x.q, x.k, x.v, x.spans, EventTimes(x.event_time, x.query_time)):
+        mixed = torch.empty_like(batch.v)
+        for rows in batch.query_blocks():
+            keys = slice(0, rows.stop)
+            weights = buffer.bmm(batch.q[:, rows], batch.k[:, keys].mT)
+            pairs.weigh_(weights, batch, rows)
+            torch.bmm(weights, batch.v[:, keys], out=mixed[:, rows])
+        batch.unpad(mixed.div_(x.scale), out)
     return out
 
 
-def backward(x: Inputs, d_out: Tensor) -> Gradients:
-    """Gradients of all that `forward` reads, from that of what it gives."""
-    d_q, d_k, d_v = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x.q, x.k, x.v))
-    pairs, room, more_room = _on_pairs(x), Room(), Room()
-    for matrix in matrices(x.q, x.k, x.v, x.spans, Times(x.event, x.asked)):
-        gradient = matrix.get(d_out) / x.scale
-        of_q, of_k, of_v = torch.empty_like(matrix.q), torch.zeros_like(matrix.k), torch.zeros_like(matrix.v)
-        for rows in matrix.rows():
-            seen = slice(0, rows.stop)
-            weights = room.product(matrix.q[:, rows], matrix.k[:, seen].mT)
-            d_score = more_room.product(gradient[:, rows], matrix.v[:, seen].mT)
-            pairs.weigh_back_(weights, d_score, matrix, rows)
-            of_v[:, seen].baddbmm_(weights.mT, gradient[:, rows])
-            of_k[:, seen].baddbmm_(d_score.mT, matrix.q[:, rows])
-            torch.bmm(d_score, matrix.k[:, seen], out=of_q[:, rows])
-        for found, into in ((of_q, d_q), (of_k, d_k), (of_v, d_v)):
-            matrix.put(found, into)
-    d_position, d_time = pairs.of_biases()
-    return Gradients(d_q, d_k, d_v, d_position.to(x.position.dtype), d_time.to(x.time.dtype))
+def backward(x: AttentionInputs, d_out: Tensor) -> AttentionGradients:
+    """Return the gradients of HSTU attention."""
+    d_q, d_k, d_v = (torch.empty_like(operand, memory_format=torch.contiguous_format) for operand in (x.q, x.k, x.v))
+    pairs, buffer, d_buffer = select_pairs(x), ScratchBuffer(), ScratchBuffer()
+    for batch in padded_batches(x.q, x.k, x.v, x.spans, EventTimes(x.event_time, x.query_time)):
+        gradient = batch.pad(d_out) / x.scale
+        padded_dq, padded_dk, padded_dv = (
+            torch.empty_like(batch.q),
+            torch.zeros_like(batch.k),
+            torch.zeros_like(batch.v),
+        )
+        for rows in batch.query_blocks():
+            keys = slice(0, rows.stop)
+            weights = buffer.bmm(batch.q[:, rows], batch.k[:, keys].mT)
+            d_score = d_buffer.bmm(gradient[:, rows], batch.v[:, keys].mT)
+            pairs.weigh_backward_(weights, d_score, batch, rows)
+            padded_dv[:, keys].baddbmm_(weights.mT, gradient[:, rows])
+            padded_dk[:, keys].baddbmm_(d_score.mT, batch.q[:, rows])
+            torch.bmm(d_score, batch.k[:, keys], out=padded_dq[:, rows])
+        for padded, packed in ((padded_dq, d_q), (padded_dk, d_k), (padded_dv, d_v)):
+            batch.unpad(padded, packed)
+    d_position, d_time = pairs.bias_gradients()
+    return AttentionGradients(d_q, d_k, d_v, d_position.to(x.position.dtype), d_time.to(x.time.dtype))
 
 
-def _on_pairs(x: Inputs) -> OnPairs:
-    """C where there is a compiler; it has no fp64, which is for proofs."""
+class ScratchBuffer:
+    """Memory that is reused block after block: fresh memory would cost as much time as the computation."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def bmm(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the batched matrix product. The next call overwrites it."""
+        shape = (len(a), a.shape[1], b.shape[2])
+        if math.prod(shape) > len(self._buffer) or a.dtype != self._buffer.dtype:
+            self._buffer = a.new_empty(math.prod(shape))
+        return torch.bmm(a, b, out=self._buffer[: math.prod(shape)].view(shape))
+
+
+def select_pairs(x: AttentionInputs) -> "TorchPairs | NativePairs":
+    """Return the C implementation for fp32 and 16 bits on a CPU with a compiler, else torch operators."""
     if x.q.device.type != "cpu" or x.q.dtype == torch.float64:
-        return Pairs(x)
-    library = native.library()
+        return TorchPairs(x)
+    library = load_library()
     if isinstance(library, str):
-        warning_once(f"attention: pairs by torch operators, since {library}; compiled they take a third of the time")
-        return Pairs(x)
-    return native.Pairs(x, library)
+        warning_once(f"attention: torch operators for pairs, because {library}; C code takes a third of the time")
+        return TorchPairs(x)
+    return NativePairs(x, library)
+
+
+class TorchPairs:
+    """Scores to weights and back by torch operators: any dtype, any device.
+
+    Biases are looked up: a distance is a shifted view of its table, a time the leading bits of a float.
+    """
+
+    def __init__(self, x: AttentionInputs) -> None:
+        dtype = compute_dtype(x.q)
+        self._position, self._time = x.position.to(dtype), x.time.to(dtype)
+        self._bucket_table = time_bucket_table(x.q.device)
+        self._d_position, self._d_time = torch.zeros_like(self._position), torch.zeros_like(self._time)
+
+    def weigh_(self, score: Tensor, batch: PaddedBatch, rows: slice) -> None:
+        """Replace scores by silu(score + biases), 0 for invisible pairs."""
+        _add_(score, self._biases(batch, rows, self._buckets(batch, rows)))
+        _mask_(F.silu(score, inplace=True), batch, rows)
+
+    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, rows: slice) -> None:
+        """Replace scores by weights and their gradients by those of the scores; accumulate those of the biases."""
+        buckets = self._buckets(batch, rows)
+        _add_(score, self._biases(batch, rows, buckets))
+        d_score = d_weights.copy_(torch.ops.aten.silu_backward(d_weights, score))
+        _mask_(F.silu(score, inplace=True), batch, rows)
+        _mask_(d_score, batch, rows)
+        by_sample = d_score.unflatten(0, (batch.samples, -1)).sum(1)
+        self._d_time.index_add_(0, buckets.flatten(), by_sample.flatten())
+        if batch.bucket.history is None:
+            _add_diagonals_(by_sample.sum(0), self._d_position)
+        else:
+            self._d_position.index_add_(0, _distance(batch, rows).flatten(), by_sample.flatten())
+
+    def bias_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of position and time, summed over all blocks so far."""
+        return self._d_position, self._d_time
+
+    def _buckets(self, batch: PaddedBatch, rows: slice) -> Tensor:
+        """Return the time buckets [samples, queries, keys]."""
+        assert batch.times is not None
+        interval = batch.times.query[:, rows, None] - batch.times.event[:, None, : rows.stop]
+        cells = interval.float().abs_().view(torch.int32).bitwise_right_shift_(CELL_SHIFT)
+        return self._bucket_table.index_select(0, cells.flatten()).view(cells.shape)
+
+    def _biases(self, batch: PaddedBatch, rows: slice, buckets: Tensor) -> Tensor:
+        biases = self._time.index_select(0, buckets.flatten()).view(buckets.shape)
+        if batch.bucket.history is None:
+            return biases.add_(_position_band(self._position, rows))
+        distance = _distance(batch, rows)
+        return biases.add_(self._position.index_select(0, distance.flatten()).view(distance.shape))
+
+
+def _add_(score: Tensor, biases: Tensor) -> None:
+    """Add biases, which are the same for all heads of a sample."""
+    score.unflatten(0, (len(biases), -1)).add_(biases[:, None])
+
+
+def _mask_(pairs: Tensor, batch: PaddedBatch, rows: slice) -> None:
+    """Set invisible pairs to 0."""
+    if batch.bucket.history is None:
+        pairs[:, :, rows].tril_()
+    else:
+        visible = is_visible(*batch.positions(rows), batch.bucket.history[:, None, None])
+        pairs.unflatten(0, (batch.samples, -1)).mul_(visible[:, None])
+
+
+def _position_band(position: Tensor, rows: slice) -> Tensor:
+    """Return the position biases of a block without candidates: [queries, keys]."""
+    count = rows.stop - rows.start
+    table = F.pad(position[: rows.stop].flip(0), (0, count))  # the padding is read by invisible pairs
+    return table.as_strided((count, rows.stop), (1, 1)).flip(0)
+
+
+def _add_diagonals_(pairs: Tensor, by_distance: Tensor) -> None:
+    """Add the sum of each diagonal. Rows are shifted so that pairs of equal distance share a column."""
+    rows, keys = pairs.shape
+    shifted = pairs.new_zeros(rows * (rows + keys))
+    shifted.as_strided(pairs.shape, (rows + keys - 1, 1), rows - 1).copy_(pairs)
+    by_distance[:keys] += shifted.view(rows, rows + keys).sum(0)[:keys].flip(0)
+
+
+def _distance(batch: PaddedBatch, rows: slice) -> Tensor:
+    """Return distances in positions. All candidates share the position after the history."""
+    query, key = batch.positions(rows)
+    assert batch.bucket.history is not None
+    return (torch.minimum(query, batch.bucket.history[:, None, None]) - key).clamp_(min=0)
+
+
+class _PairBlock(ctypes.Structure):
+    """The struct of pairs.c."""
+
+    _fields_ = (
+        *((name, _Count) for name in ("samples", "heads", "rows", "keys", "begin", "max_length")),
+        *(
+            (name, _Pointer)
+            for name in ("history", "query_time", "event_time", "time", "by_cell", "bucket_of_cell", "reversed")
+        ),
+        ("distances", _Count),
+    )
+
+
+@lru_cache
+def load_library() -> ctypes.CDLL | str:
+    """Compile and load pairs.c; return the reason if that fails."""
+    compiler, *options = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler) is None:
+        return "no C compiler was found"
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(__file__).with_name("pairs.c"), Path(folder) / "pairs.so"
+        command = [compiler, *options, *_FLAGS, "-o", built, source, "-lm"]
+        environment = {**os.environ, "TMPDIR": folder}  # an interrupted compiler leaves no files elsewhere
+        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if run.returncode:
+            return f"{compiler} failed: {(run.stderr.strip().splitlines() or ['no message'])[0]}"
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            return f"the compiled file cannot be loaded: {error}"
+
+
+class NativePairs:
+    """The same as `TorchPairs` by pairs.c."""
+
+    def __init__(self, x: AttentionInputs, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._time, self._reversed = x.time.float().contiguous(), x.position.float().flip(0)
+        self._bucket_table = time_bucket_table(x.q.device)
+        self._by_cell = self._time.index_select(0, self._bucket_table)
+        self._threads = torch.get_num_threads()
+        self._d_reversed = torch.zeros(self._threads, len(self._reversed), dtype=torch.float32)
+        self._d_time = torch.zeros(self._threads, len(self._time), dtype=torch.float32)
+
+    def weigh_(self, score: Tensor, batch: PaddedBatch, rows: slice) -> None:
+        """Replace scores by silu(score + biases), 0 for invisible pairs."""
+        self._run(self._library.weights, (score,), batch, rows)
+
+    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, rows: slice) -> None:
+        """Replace scores by weights and their gradients by those of the scores; accumulate those of the biases."""
+        sums = list(zip(self._d_reversed, self._d_time, strict=True))
+        self._run(self._library.gradients, (score, d_weights), batch, rows, sums)
+
+    def bias_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of position and time, summed over all blocks so far."""
+        return self._d_reversed.sum(0).flip(0), self._d_time.sum(0)
+
+    def _run(
+        self, kernel: _Kernel, scores: Sequence[Tensor], batch: PaddedBatch, rows: slice, sums: _Sums = ()
+    ) -> None:
+        """Divide the rows among threads. Each thread has its own sums."""
+        history, max_length, times = batch.bucket.history, batch.bucket.max_length, batch.times
+        assert times is not None
+        history = torch.full((batch.samples,), max_length) if history is None else history
+        history = history.to(torch.int64).contiguous()
+        max_distance = min(int(history.max()), max_length - 1)
+        if max_distance >= len(self._reversed):  # C does not check its reads
+            what = (
+                f"two events are {max_distance} positions apart, but the position bias has {len(self._reversed)} rows"
+            )
+            raise DataError(what, remedy="build the model with `max_seq_len` at least as long as its longest sample")
+        count, keys = rows.stop - rows.start, rows.stop
+        tensors = history, times.query, times.event, self._time, self._by_cell, self._bucket_table, self._reversed
+        sizes = batch.samples, batch.heads, count, keys, rows.start, max_length
+        block = _PairBlock(*sizes, *map(Tensor.data_ptr, tensors), len(self._reversed))
+        threads = self._threads if scores[0].numel() >= _MIN_PARALLEL_PAIRS else 1
+
+        def run_part(thread: int) -> None:
+            scratch = torch.empty(keys, dtype=torch.int32)
+            first, last = (_Count(count * end // threads) for end in (thread, thread + 1))
+            accumulators = [_address(total) for total in (sums[thread] if sums else ())]
+            kernel(ctypes.byref(block), *map(_address, scores), first, last, _address(scratch), *accumulators)
+
+        if threads == 1:
+            run_part(0)
+        else:
+            list(_thread_pool(threads).map(run_part, range(threads)))
+
+
+os.register_at_fork(after_in_child=lambda: _thread_pool.cache_clear())
+
+
+@lru_cache
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="pairs")
+
+
+def _address(x: Tensor) -> ctypes.c_void_p:
+    return _Pointer(x.data_ptr())

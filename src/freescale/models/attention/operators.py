@@ -1,6 +1,7 @@
-"""HSTU attention as an operator of torch, and the one place where its implementation is chosen.
+"""Attention as torch operators: HSTU's pointwise attention and SASRec's softmax attention.
 
-To a compiler it is one node with known shapes; autograd knows its backward, which is an operator too.
+`torch.compile` sees one node with known shapes for each. This is the only place that selects an implementation: for
+HSTU Triton kernels or `blocks`; for softmax torch's varlen kernel, or torch's dense attention on padded batches.
 """
 
 import importlib.util
@@ -9,34 +10,35 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
-from freescale.models.attention.operands import Gradients, Inputs, like
-from freescale.models.sequence import Bias, Layout
+from freescale.models.attention.reference import AttentionGradients, AttentionInputs
+from freescale.models.jagged import BiasTables, JaggedLayout, PaddedBatch, is_visible, padded_batches
 
 _NAME = "freescale::hstu_attention"
 
 
-def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, bias: Bias, scale: float) -> Tensor:
+def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bias: BiasTables, scale: float) -> Tensor:
     """Pointwise attention: silu(q k + bias) / scale, summed over v. Tensors are [tokens, heads, width]."""
     assert layout.times is not None
-    when = layout.times
-    return attend(q, k, v, layout.spans, when.asked, when.event, bias.position, bias.time, scale)
+    times = layout.times
+    return hstu_operator(q, k, v, layout.spans, times.query, times.event, bias.position, bias.time, scale)
 
 
-def implementation(q: Tensor) -> ModuleType:
-    """Triton kernels for GPUs, blocks of matrices for everything else; what is chosen is said."""
+def select_implementation(q: Tensor) -> ModuleType:
+    """Return Triton kernels for GPUs, else blocks of padded matrices. Logs the choice."""
     if q.device.type == "cpu":
         return blocks
     if q.device.type == "cuda" and q.dtype != torch.float64 and _has_triton():
-        from freescale.models.attention import fused
+        from freescale.models.attention import triton_launch
 
         info_once("attention: Triton kernels")
-        return fused
-    why = "kernels have no fp64" if q.dtype == torch.float64 else f"there is no Triton for {q.device.type} here"
-    warning_once(f"attention: blocks of matrices, since {why}; kernels would be several times as fast")
+        return triton_launch
+    reason = "kernels have no fp64" if q.dtype == torch.float64 else f"Triton for {q.device.type} is not installed"
+    warning_once(f"attention: blocks of padded matrices, because {reason}; kernels would be several times as fast")
     return blocks
 
 
@@ -46,35 +48,117 @@ def _has_triton() -> bool:
 
 
 @torch.library.custom_op(_NAME, mutates_args=())
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, asked: Tensor, event: Tensor, position: Tensor, time: Tensor,
-    scale: float,
+def hstu_operator(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, query_time: Tensor, event_time: Tensor, position: Tensor,
+    time: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Mix the values that every query sees."""
-    return implementation(q).forward(Inputs(q, k, v, spans, asked, event, position, time, scale))
+    """Return the output of HSTU attention."""
+    inputs = AttentionInputs(q, k, v, spans, query_time, event_time, position, time, scale)
+    return select_implementation(q).forward(inputs)
 
 
 @torch.library.custom_op(f"{_NAME}_backward", mutates_args=())
-def attend_backward(
+def hstu_operator_backward(
     d_out: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, asked: Tensor, event: Tensor, position: Tensor, time: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, query_time: Tensor, event_time: Tensor, position: Tensor,
+    time: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, position and time."""
-    inputs = Inputs(q, k, v, spans, asked, event, position, time, scale)
-    return tuple(implementation(q).backward(inputs, d_out))  # type: ignore[return-value]
+    """Return the gradients of q, k, v, position and time."""
+    inputs = AttentionInputs(q, k, v, spans, query_time, event_time, position, time, scale)
+    return tuple(select_implementation(q).backward(inputs, d_out))  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch gives it
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch passes it
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    found = Gradients(*attend_backward(d_out, *ctx.saved_tensors, ctx.scale))
-    return found.q, found.k, found.v, None, None, None, found.position, found.time, None
+    grads = AttentionGradients(*hstu_operator_backward(d_out, *ctx.saved_tensors, ctx.scale))
+    return grads.q, grads.k, grads.v, None, None, None, grads.position, grads.time, None
 
 
-attend.register_autograd(_backward, setup_context=_keep)
-attend.register_fake(lambda *args: like(args[2]))
-attend_backward.register_fake(lambda *args: tuple(map(like, (*args[1:4], *args[7:9]))))
+def _fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+hstu_operator.register_autograd(_backward, setup_context=_save)
+hstu_operator.register_fake(lambda *args: _fake(args[2]))
+hstu_operator_backward.register_fake(lambda *args: tuple(map(_fake, (*args[1:4], *args[7:9]))))
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
+    """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
+    if layout.candidates is None and _fits_varlen_kernel(q):
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets, max_length = layout.offsets.int(), int(layout.lengths.max())
+        window = (-1, 0)
+        return varlen_attn(q, k, v, offsets, offsets, max_length, max_length, window_size=window)  # type: ignore[return-value]
+    return softmax_operator(q, k, v, layout.spans)
+
+
+def _fits_varlen_kernel(q: Tensor) -> bool:
+    """Return whether flash attention supports these queries."""
+    is_16_bit, width = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    fits = len(q) > 0 and width % 8 == 0 and width <= 256
+    return q.is_cuda and is_16_bit and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+@torch.library.custom_op("freescale::softmax_attention", mutates_args=())
+def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
+    """Return the output of softmax attention, by blocks of queries of padded batches."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for batch in padded_batches(q, k, v, spans):
+        operands = ((_block_operands(batch, rows), _mask(batch, rows)) for rows in batch.query_blocks())
+        parts = [F.scaled_dot_product_attention(*qkv, attn_mask=mask) for qkv, mask in operands]
+        batch.unpad(torch.cat(parts, dim=2).flatten(0, 1), out)
+    return out
+
+
+@torch.library.custom_op("freescale::softmax_attention_backward", mutates_args=())
+def softmax_operator_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. Scores are recomputed."""
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for batch in padded_batches(q, k, v, spans):
+        gradient = batch.pad(d_out)
+        padded_dq, padded_dk, padded_dv = (
+            torch.empty_like(batch.q),
+            torch.zeros_like(batch.k),
+            torch.zeros_like(batch.v),
+        )
+        for rows in batch.query_blocks():
+            keys = slice(0, rows.stop)
+            queries, d_mixed = batch.q[:, rows] / q.shape[-1] ** 0.5, gradient[:, rows]
+            score = (queries @ batch.k[:, keys].mT).unflatten(0, (batch.samples, -1))
+            weights = score.masked_fill_(~_mask(batch, rows), float("-inf")).flatten(0, 1).softmax(-1)
+            padded_dv[:, keys].baddbmm_(weights.mT, d_mixed)
+            d_weights = d_mixed @ batch.v[:, keys].mT
+            d_score = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            padded_dk[:, keys].baddbmm_(d_score.mT, queries)
+            torch.bmm(d_score, batch.k[:, keys], out=padded_dq[:, rows])
+        for padded, packed in ((padded_dq.div_(q.shape[-1] ** 0.5), d_q), (padded_dk, d_k), (padded_dv, d_v)):
+            batch.unpad(padded, packed)
+    return d_q, d_k, d_v
+
+
+def _block_operands(batch: PaddedBatch, rows: slice) -> list[Tensor]:
+    """Return the queries of a block and the keys and values up to its end: [samples, heads, places, width]."""
+    parts = (batch.q[:, rows], batch.k[:, : rows.stop], batch.v[:, : rows.stop])
+    return [part.unflatten(0, (batch.samples, -1)) for part in parts]
+
+
+def _mask(batch: PaddedBatch, rows: slice) -> Tensor:
+    """Return the visible pairs of a block: [samples or 1, 1, queries, keys]."""
+    (query, key), history = batch.positions(rows), batch.bucket.history
+    return (key <= query)[None, None] if history is None else is_visible(query, key, history[:, None, None, None])
+
+
+softmax_operator.register_autograd(
+    lambda ctx, d_out: (*softmax_operator_backward(d_out, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005  torch passes it
+)
+softmax_operator.register_fake(lambda *args: _fake(args[2]))
+softmax_operator_backward.register_fake(lambda *args: tuple(map(_fake, args[1:4])))

@@ -1,8 +1,8 @@
-/* What happens to every pair of a query and a key, in one pass over the scores of a block.
+/* Biases, SiLU and mask of HSTU attention, in one pass over the scores of a block.
  *
- * Scores are [samples, heads, rows, keys]: rows from place `begin` of their samples, keys from place 0. A row sees the
- * keys of the history up to itself, and itself. `reversed` holds the amounts for distances, the longest first, so that
- * a row reads them in the order of its keys. Plain C, no library: compiled on first use, called through ctypes.
+ * Scores are [samples, heads, rows, keys]: rows from position `begin` of their samples, keys from position 0. A row
+ * attends to the keys of the history up to itself, and to itself. `reversed` holds the position biases, the longest
+ * distance first, so that a row reads them in the order of its keys. Plain C without libraries, called through ctypes.
  */
 
 #include <math.h>
@@ -10,16 +10,16 @@
 #include <string.h>
 
 typedef struct {
-    int64_t samples, heads, rows, keys, begin, longest; /* `longest`: places of a sample in asked and event */
-    const int64_t *history;                             /* [samples] */
-    const double *asked, *event;                        /* [samples, longest] */
-    const float *time, *by_cell;                        /* amounts by time bucket, and by cell */
+    int64_t samples, heads, rows, keys, begin, max_length; /* `max_length`: columns of query_time and event_time */
+    const int64_t *history;                                /* [samples] */
+    const double *query_time, *event_time;                 /* [samples, max_length] */
+    const float *time, *by_cell;                           /* biases by time bucket, and by cell */
     const int32_t *bucket_of_cell;
     const float *reversed; /* [distances] */
     int64_t distances;
 } block;
 
-/* e^x within two units of the last place; written out, so that a compiler turns the loops around it into vectors. */
+/* e^x within two units of the last place; written out, so that compilers vectorize the loops around it. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
@@ -38,12 +38,12 @@ static inline float exponential(float x) {
     return p * power;
 }
 
-/* The leading bits of the time between a question and each event, as a float: what tables of time are indexed by. */
-static void find_cells(double asked, const double *restrict event, int32_t *restrict cells, int64_t count) {
+/* The leading bits of the interval between a query and each event, as a float: the index of the time tables. */
+static void find_cells(double query_time, const double *restrict event_time, int32_t *restrict cells, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
-        float apart = (float)fabs(asked - event[k]);
+        float interval = (float)fabs(query_time - event_time[k]);
         int32_t bits;
-        memcpy(&bits, &apart, sizeof bits);
+        memcpy(&bits, &interval, sizeof bits);
         cells[k] = bits >> CELL_SHIFT;
     }
 }
@@ -61,22 +61,22 @@ static void weigh(float *restrict score, const int32_t *restrict cells, const fl
     }
 }
 
-/* The same; and gradients of weights -> gradients of scores, which are also added up by distance. */
+/* The same; and gradients of weights -> gradients of scores, which are also summed by distance. */
 static void weigh_back(float *restrict score, float *restrict gradient, const int32_t *restrict buckets,
-                       const float *restrict time, const float *restrict by_distance, float *restrict of_distance,
+                       const float *restrict time, const float *restrict by_distance, float *restrict d_distance,
                        int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         float x = score[k] + time[buckets[k]] + by_distance[k];
-        float opened = 1.0f / (1.0f + exponential(-x));
-        float of_score = gradient[k] * opened * (1.0f + x * (1.0f - opened));
-        score[k] = x * opened;
-        gradient[k] = of_score;
-        of_distance[k] += of_score;
+        float gate = 1.0f / (1.0f + exponential(-x));
+        float d_score = gradient[k] * gate * (1.0f + x * (1.0f - gate));
+        score[k] = x * gate;
+        gradient[k] = d_score;
+        d_distance[k] += d_score;
     }
 }
 
-/* Neighbours mostly share their time bucket: as long as they do, they are added up before they are written. */
-static void add_by_bucket(const float *restrict gradient, const int32_t *restrict buckets, float *restrict of_bucket,
+/* Neighbours mostly share their time bucket: runs of equal buckets are summed before they are written. */
+static void add_by_bucket(const float *restrict gradient, const int32_t *restrict buckets, float *restrict d_bucket,
                           int64_t count) {
     for (int64_t begin = 0, end; begin < count; begin = end) {
         const int32_t bucket = buckets[begin];
@@ -84,31 +84,31 @@ static void add_by_bucket(const float *restrict gradient, const int32_t *restric
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int64_t k = begin; k < end; k++) sum += gradient[k];
-        of_bucket[bucket] += sum;
+        d_bucket[bucket] += sum;
     }
 }
 
-/* What a row sees: keys [0, seen), and if it is a candidate, itself. */
-typedef struct { int64_t seen, own, shift; } view; /* own: -1 without. shift: of amounts by distance */
+/* The visible keys of a row: [0, seen), and for a candidate also itself. */
+typedef struct { int64_t seen, own, shift; } view; /* own: -1 if none. shift: offset into `reversed` */
 
 static view view_of(const block *b, int64_t sample, int64_t place, int32_t *cells) {
     int64_t history = b->history[sample], candidate = place >= history;
     view v = {candidate ? history : place + 1, candidate ? place : -1,
               b->distances - 1 - (candidate ? history : place)};
-    double asked = b->asked[sample * b->longest + place];
-    const double *event = b->event + sample * b->longest;
-    find_cells(asked, event, cells, v.seen);
-    if (candidate) find_cells(asked, event + place, cells + place, 1);
+    double query_time = b->query_time[sample * b->max_length + place];
+    const double *event_time = b->event_time + sample * b->max_length;
+    find_cells(query_time, event_time, cells, v.seen);
+    if (candidate) find_cells(query_time, event_time + place, cells + place, 1);
     return v;
 }
 
-static void hide(const block *b, view v, float *row) {
+static void mask_row(const block *b, view v, float *row) {
     int64_t until = v.own < 0 ? b->keys : v.own;
     memset(row + v.seen, 0, (until - v.seen) * sizeof *row);
     if (v.own >= 0) memset(row + v.own + 1, 0, (b->keys - v.own - 1) * sizeof *row);
 }
 
-/* Scores -> silu(score + biases), 0 where nothing is seen; of rows [first, last). `cells`: room for all keys. */
+/* Scores -> silu(score + biases), 0 for invisible pairs; rows [first, last). `cells`: scratch of one int per key. */
 void weights(const block *b, float *scores, int64_t first, int64_t last, int32_t *cells) {
     const float *nearest = b->reversed + b->distances - 1;
     for (int64_t s = 0; s < b->samples; s++)
@@ -118,14 +118,14 @@ void weights(const block *b, float *scores, int64_t first, int64_t last, int32_t
                 float *score = scores + ((s * b->heads + h) * b->rows + r) * b->keys;
                 weigh(score, cells, b->by_cell, b->reversed + v.shift, v.seen);
                 if (v.own >= 0) weigh(score + v.own, cells + v.own, b->by_cell, nearest, 1);
-                hide(b, v, score);
+                mask_row(b, v, score);
             }
         }
 }
 
 /* Scores -> weights, gradients of weights -> gradients of scores, and their sums by distance and by bucket. */
 void gradients(const block *b, float *scores, float *upstream, int64_t first, int64_t last, int32_t *buckets,
-               float *of_distance, float *of_bucket) {
+               float *d_distance, float *d_bucket) {
     const int64_t zero = b->distances - 1;
     for (int64_t s = 0; s < b->samples; s++)
         for (int64_t r = first; r < last; r++) {
@@ -135,15 +135,15 @@ void gradients(const block *b, float *scores, float *upstream, int64_t first, in
             for (int64_t h = 0; h < b->heads; h++) {
                 int64_t start = ((s * b->heads + h) * b->rows + r) * b->keys, own = v.own;
                 float *score = scores + start, *gradient = upstream + start;
-                weigh_back(score, gradient, buckets, b->time, b->reversed + v.shift, of_distance + v.shift, v.seen);
-                add_by_bucket(gradient, buckets, of_bucket, v.seen);
+                weigh_back(score, gradient, buckets, b->time, b->reversed + v.shift, d_distance + v.shift, v.seen);
+                add_by_bucket(gradient, buckets, d_bucket, v.seen);
                 if (own >= 0) {
                     weigh_back(score + own, gradient + own, buckets + own, b->time, b->reversed + zero,
-                               of_distance + zero, 1);
-                    add_by_bucket(gradient + own, buckets + own, of_bucket, 1);
+                               d_distance + zero, 1);
+                    add_by_bucket(gradient + own, buckets + own, d_bucket, 1);
                 }
-                hide(b, v, score);
-                hide(b, v, gradient);
+                mask_row(b, v, score);
+                mask_row(b, v, gradient);
             }
         }
 }

@@ -1,43 +1,146 @@
-"""What attention means, sample by sample, each as a whole matrix: readable, slow, and what the others must equal."""
+"""The definition of attention: its operands, a readable implementation, and the errors of others against it.
 
-from collections.abc import Callable
+The implementation computes one sample at a time as a full matrix. It is slow; all others must equal it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everyone knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-from freescale.models.sequence import Bias, Layout, time_bucket, visible
+from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout, is_visible, time_bucket
+
+SCALE = 50.0
+_PRODUCTS = 6  # matrix products of forward and backward
 
 
-def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, bias: Bias, scale: float) -> Tensor:
+class AttentionInputs(NamedTuple):
+    """The operands of HSTU attention. q, k and v are [tokens, heads, width]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spans: Tensor
+    query_time: Tensor
+    event_time: Tensor
+    position: Tensor
+    time: Tensor
+    scale: float
+
+
+class AttentionGradients(NamedTuple):
+    """The gradients of the differentiable operands."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    time: Tensor
+
+
+def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bias: BiasTables, scale: float) -> Tensor:
     """Pointwise attention: silu(q k + bias) / scale, summed over v."""
     times = layout.times
     assert times is not None
 
-    def one(tokens: slice, history: int, seen: Tensor) -> Tensor:
-        place = torch.arange(len(seen), device=q.device)
+    def attend(tokens: slice, history: int, visible: Tensor) -> Tensor:
+        place = torch.arange(len(visible), device=q.device)
         distance = (place.clamp(max=history)[:, None] - place[None, :]).clamp(min=0)
-        added = bias.position[distance] + bias.time[time_bucket(times.asked[tokens, None], times.event[None, tokens])]
+        added = bias.position[distance] + bias.time[time_bucket(times.query[tokens, None], times.event[None, tokens])]
         weights = F.silu(torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) + added) / scale
-        return torch.einsum("hqk,khd->qhd", weights * seen, v[tokens])
+        return torch.einsum("hqk,khd->qhd", weights * visible, v[tokens])
 
-    return _by_sample(one, v, layout)
+    return _by_sample(attend, v, layout)
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
     """Scaled dot-product attention."""
 
-    def one(tokens: slice, _history: int, seen: Tensor) -> Tensor:
+    def attend(tokens: slice, _history: int, visible: Tensor) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) / q.shape[-1] ** 0.5
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v[tokens])
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v[tokens])
 
-    return _by_sample(one, v, layout)
+    return _by_sample(attend, v, layout)
 
 
-def _by_sample(one: Callable[[slice, int, Tensor], Tensor], v: Tensor, layout: Layout) -> Tensor:
+def _by_sample(attend: Callable[[slice, int, Tensor], Tensor], v: Tensor, layout: JaggedLayout) -> Tensor:
     outputs = [v[:0]]
     for begin, length, history in layout.spans.tolist():
         place = torch.arange(length, device=v.device)
-        seen = visible(place[:, None], place[None, :], torch.tensor(history))
-        outputs.append(one(slice(begin, begin + length), history, seen))
+        visible = is_visible(place[:, None], place[None, :], torch.tensor(history))
+        outputs.append(attend(slice(begin, begin + length), history, visible))
     return torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """A random batch with its tensors, to check and time implementations."""
+
+    layout: JaggedLayout
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: BiasTables
+    d_out: Tensor
+    """The gradient of the output."""
+
+    @staticmethod
+    def random(
+        lengths: Sequence[int],
+        *,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        candidates: Sequence[int] | None = None,
+    ) -> "AttentionProblem":
+        """Draw values of the magnitude of a model; q, k and v are parts of one tensor, as in a model."""
+        torch.manual_seed(0)
+        candidate_counts = None if candidates is None else torch.tensor(candidates, device=device)
+        layout = JaggedLayout(torch.tensor([0, *lengths], device=device).cumsum(0), candidate_counts)
+        event = layout.position * 60 + layout.position**2
+        layout = replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
+        parts = torch.randn(layout.tokens, 3 * heads * width, device=device).to(dtype).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (heads, width)).detach().requires_grad_() for part in parts)
+        sizes = max(lengths, default=1), TIME_BUCKETS
+        bias = BiasTables(*(torch.randn(size, device=device).requires_grad_() for size in sizes))
+        return AttentionProblem(layout, q, k, v, bias, torch.randn(q.shape, device=device).to(dtype))
+
+    @staticmethod
+    def edge_cases(*, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> "AttentionProblem":
+        """Short and empty samples, block boundaries and candidates; on a GPU enough samples for all programs."""
+        lengths = [0, 1, 31, 32, 33, 64, 65, 300, *([1000] * 64 if device.type == "cuda" else [])]
+        candidates = [n // 4 if place % 3 == 0 else 0 for place, n in enumerate(lengths)]
+        return AttentionProblem.random(
+            lengths, heads=heads, width=width, dtype=dtype, device=device, candidates=candidates
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that have a gradient."""
+        return [self.q, self.k, self.v, self.bias.position, self.bias.time]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of forward and backward over the visible pairs of a batch without candidates."""
+        lengths = self.layout.lengths
+        pairs = int((lengths * (lengths + 1) // 2).sum())
+        return 2 * _PRODUCTS * pairs * self.q.shape[1] * self.q.shape[2]
+
+    def run(self, attend: Callable[..., Tensor]) -> list[Tensor]:
+        """Return the output and all gradients of an implementation of HSTU attention."""
+        out = attend(self.q, self.k, self.v, self.layout, bias=self.bias, scale=SCALE)
+        return [out.detach(), *torch.autograd.grad(out, self.leaves, self.d_out.to(out.dtype))]
+
+
+def relative_errors(problem: AttentionProblem, attend: Callable[..., Tensor]) -> dict[str, float]:
+    """Return the relative error of the output and every gradient against the reference in fp64."""
+    q, k, v, *biases = (x.detach().double().requires_grad_() for x in problem.leaves)
+    exact = replace(problem, q=q, k=k, v=v, bias=BiasTables(*biases)).run(hstu_attention)
+    names = ("output", "grad of q", "grad of k", "grad of v", "grad of position", "grad of time")
+    pairs = zip(problem.run(attend), exact, strict=True)
+    errors = [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
+    return dict(zip(names, errors, strict=True))
