@@ -81,6 +81,8 @@ def compare(preset: str, path: str, order: str, workers: int, repeats: int) -> d
         "preset": preset,
         "order": order,
         "workers": workers,
+        "rows": int(pairs[0][1]["rows"]),
+        "pyarrow_rows": int(pairs[0][0]["rows"]),
         "rows_per_second": round(statistics.median(ours)),
         "pyarrow_rows_per_second": round(statistics.median(theirs)),
         "ratio_median": round(statistics.median(ratios), 3),

@@ -132,6 +132,7 @@ def test_prioritized_is_bitwise_serial(
     steps = WHOLE_STEPS if whole_form else STEPS
     serial, overlapped = (groups[ranks].run(prioritized, optimizer, shared, steps, on) for on in (False, True))
     for (losses, arrays), (other_losses, other_arrays) in zip(serial, overlapped, strict=True):
+        assert len(losses) == steps
         assert losses == other_losses
         assert same(arrays, other_arrays)
 
