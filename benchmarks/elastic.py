@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from freescale.checkpoint import store
-from freescale.checkpoint.files import Part, read_json
+from freescale.checkpoint import checkpoints
+from freescale.checkpoint.tensor_files import LocalRows, read_json
 from record import save
 from watched import Run, make_data
 
@@ -40,14 +40,14 @@ SAMPLE_AT_SECONDS = 15.0
 
 def learnt(run: Path) -> dict[str, np.ndarray]:
     """All tensors of the newest checkpoint, put together from whatever ranks wrote them."""
-    checkpoint = store.complete(run / "checkpoints")[-1]
+    checkpoint = checkpoints.complete_checkpoints(run / "checkpoints")[-1]
     shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
     for path in checkpoint.glob("rank-*.json"):
         for piece in read_json(path):
             shapes[piece["name"]] = getattr(torch, piece["dtype"]), [piece["rows"], *piece["shape"]]
     names = [name for name in shapes if not name.startswith("generator")]
-    parts = {n: Part.whole(torch.zeros(shapes[n][1], dtype=shapes[n][0]), everywhere=True) for n in names}
-    store.load(checkpoint, parts)
+    parts = {n: LocalRows.whole(torch.zeros(shapes[n][1], dtype=shapes[n][0]), replicated=True) for n in names}
+    checkpoints.load(checkpoint, parts)
     return {name: part.local.numpy() for name, part in parts.items()}
 
 
@@ -62,7 +62,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--meet", f"127.0.0.1:{port}"]
+    elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     run = folder / "elastic"
     agents = [Run(run, elastic, **one_thread) for _ in range(ranks)]
     for agent in agents:
@@ -86,7 +86,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     return {
         "exit_codes": codes,
         "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("warning: resumed on ")],
-        "told": [line for line in first.said.splitlines() if "ranks start again" in line],
+        "told": [line for line in first.said.splitlines() if "ranks restart" in line],
         "recoveries_s": [round(entry["seconds"], 1) for entry in entries if entry["kind"] == "recovery"],
         "steps_once_each": [e["step"] for e in entries if e["kind"] == "train"] == list(range(1, steps + 1)),
         "largest_relative_difference": apart,

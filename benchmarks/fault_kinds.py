@@ -204,7 +204,7 @@ def fill(path: Path) -> None:
 
 def _on_host(trial: Trial, hosts: labs.Lab, host: int, *more: str) -> Run:
     meet = f"{labs.ADDRESS.format(1)}:29471"
-    words = trial.words("--nproc", "1", "--hosts", "2", "--meet", meet, *more)
+    words = trial.words("--nproc", "1", "--hosts", "2", "--rdzv-endpoint", meet, *more)
     return trial.watched(Run(trial.place, words, host=hosts.hosts[host]))
 
 
@@ -287,7 +287,7 @@ def lost_store(trial: Trial) -> list[Run]:
 def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[Run]:
     os.killpg(runs[0].agent, signal.SIGKILL)
     code = runs[1].ended()
-    require(code == 5 and "is lost, and with it this host" in runs[1].said, f"it ended with {code}: {runs[1].said}")
+    require(code == 5 and "this host lost the store" in runs[1].said, f"it ended with {code}: {runs[1].said}")
     return [_on_host(trial, hosts, host, "--resume") for host in (0, 1)]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from tests.support import lab as labs
 
 from fault_kinds import KINDS, OFTEN, ON_SMALL_DISK, SEVERAL, STEPS, Trial, finished, on_hosts
-from freescale.train.journal import entries
+from freescale.train.metrics_logger import read_entries
 from record import save
 from watched import make_data, require
 
@@ -98,7 +98,7 @@ def learnt(run: Path) -> dict[str, bytes]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return list(entries(run))
+    return list(read_entries(run))
 
 
 def losses(run: Path) -> list[int]:

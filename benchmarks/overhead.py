@@ -26,8 +26,8 @@ from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate
-from freescale.train.build import assemble, build, model_of
-from freescale.train.network import data_parallel
+from freescale.train.build import build
+from freescale.train.sharded_model import build_model, build_sharded_model, data_parallel
 from freescale.train.trainer import Trainer
 from freescale.transport.c10d import C10d
 from freescale.transport.world import World
@@ -36,8 +36,8 @@ from processes import on_ranks
 
 def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
     """A step as one would write it by hand."""
-    assembly = assemble(config, world, model_of(config, items=items))
-    network, tables = assembly.network, assembly.tables
+    assembly = build_sharded_model(config, world, build_model(config, items=items))
+    network, tables = assembly.module, assembly.tables
     assert tables is not None
     exchange, parallel = tables.exchanges["urgent"], data_parallel(network, world)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
@@ -102,8 +102,8 @@ def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str,
     bare = [bare_loop(config, unwatched, loader.vocabulary.rows) for _ in range(2)]
     trainer = build(config, world, Path(folder) / "run")
     source = Alternating(batches, loader, bare, options.blocks)
-    parts = replace(trainer.parts, loader=source, steps=len(source))  # type: ignore[arg-type]
-    Trainer(parts, Path(folder) / "run", trainer._journal).fit()
+    parts = replace(trainer.components, loader=source, steps=len(source))  # type: ignore[arg-type]
+    Trainer(parts, Path(folder) / "run", trainer._metrics).fit()
     return source.seconds
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import record
-from freescale.checkpoint import store
+from freescale.checkpoint import checkpoints
 from freescale.config import load
 
 ANCHORS = {
@@ -28,7 +28,7 @@ def train(recipe: str, data: Path, run: Path, steps: int) -> list[str]:
     """Bring the run to its end, and give the command that does it from the beginning."""
     words = ["train", recipe, "--data", str(data), "--nproc", "2", "--out", str(run)]
     words += ["--train.max-steps", str(steps)] if steps else []
-    resume = ["--resume"] if store.complete(run / "checkpoints") else []
+    resume = ["--resume"] if checkpoints.complete_checkpoints(run / "checkpoints") else []
     subprocess.run([sys.executable, "-m", "freescale", *words, *resume], check=True)
     return ["freescale", "train", recipe, "--data", "data/ml1m", "--nproc", "2", "--out", f"runs/{recipe}"]
 

@@ -20,7 +20,8 @@ from freescale.bubbles.recorder import Recorder
 from freescale.config import resolve
 from freescale.data import synthetic
 from freescale.data.loader import Loader
-from freescale.train.build import build, model_of
+from freescale.train.build import build
+from freescale.train.sharded_model import build_model
 from freescale.transport.world import World
 from processes import on_ranks
 from record import save
@@ -68,11 +69,11 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
     options = ["--data.path", f"{folder}/data", "--train.epochs", "100", "--train.max-steps", str(steps)]
     config = resolve("tiny", [*options, "--train.save-every", str(10**9)])
     model = EmulatedModel(
-        model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
+        build_model(config, items=Loader(config.data, seed=0).vocabulary.rows), lambda _: (STEP_MS / 4e3, STEP_MS / 2e3)
     )
     trainer = build(config, world, Path(folder) / "run", model=model)
     seen: list[tuple[float, int, int]] = []
-    bubbles = trainer.parts.bubbles
+    bubbles = trainer.components.profiler
     end_step, cut = bubbles.end_step, bubbles.recorder.end_step
 
     def timed_end_step(work: float = 0.0) -> None:

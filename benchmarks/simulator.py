@@ -34,7 +34,8 @@ from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster, Figure
 from freescale.simulate.whatif import Question, Techniques, run
 from freescale.simulate.workload import Drawn, Model, plan
-from freescale.train.build import build, model_of
+from freescale.train.build import build
+from freescale.train.sharded_model import build_model
 from freescale.transport.world import World
 from processes import on_ranks
 from record import save
@@ -94,7 +95,7 @@ def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool
     for name, techniques in TURNS.items():
         config, recording = settings(options, world.world_size, techniques), Recording()
         items = Loader(config.data, seed=0).vocabulary.rows
-        model = EmulatedModel(model_of(config, items=items), recording.seconds) if timed else None
+        model = EmulatedModel(build_model(config, items=items), recording.seconds) if timed else None
         trainer = build(config, world, folder / name, model=model)
         trainer.fit()
         trainer.close()

@@ -27,7 +27,8 @@ from freescale.config import RunConfig, resolve
 from freescale.data import synthetic
 from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
-from freescale.train.build import build, model_of
+from freescale.train.build import build
+from freescale.train.sharded_model import build_model
 from freescale.transport.world import World
 from processes import on_ranks
 from record import save
@@ -55,7 +56,7 @@ class Compute:
             whole = slower() * self.of(inputs.layout.lengths.numpy())  # type: ignore[attr-defined]
             return whole / 3, whole * 2 / 3
 
-        return EmulatedModel(model_of(config, items=Loader(config.data, seed=0).vocabulary.rows), seconds)
+        return EmulatedModel(build_model(config, items=Loader(config.data, seed=0).vocabulary.rows), seconds)
 
 
 def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) -> RunConfig:
@@ -118,7 +119,7 @@ def in_turns(
             trainer = trained(config, world, place, compute.lane(config) if timed else None)
             found[name].append(shares(place) if world.is_rank_zero else {})
             if mode == "on":
-                plans.append(trainer.parts.planner.means)
+                plans.append(trainer.components.planner.means)
     return compared(found, plans, compute) if world.is_rank_zero else {}
 
 

@@ -16,7 +16,7 @@ from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.models.protocol import Rows
 from freescale.train.build import build
-from freescale.train.journal import entries
+from freescale.train.metrics_logger import read_entries
 from freescale.transport.world import destroy_world, init_world
 
 ITEMS, OOV, DIM = 2000, 16, 16
@@ -79,7 +79,7 @@ def main() -> None:
         trainer.fit()
         trainer.close()
         if world.is_rank_zero:
-            losses = [entry["loss"] for entry in entries(place / "run") if entry["kind"] == "train"]
+            losses = [entry["loss"] for entry in read_entries(place / "run") if entry["kind"] == "train"]
             print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
         dist.barrier()
     destroy_world()

@@ -102,10 +102,10 @@ def test_the_first_step_of_a_process_is_not_counted() -> None:
 def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tuple[Any, Any]:
     """What placements rest on before and after a run."""
     trainer = build(config, joined(world), Path(folder))
-    planner = trainer.parts.planner
+    planner = trainer.components.planner
     assert planner is not None
     if resume:
-        trainer.saving.resume()
+        trainer.checkpoints.resume()
     before = planner.state_dict()
     trainer.fit()
     trainer.close()

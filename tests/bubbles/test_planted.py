@@ -85,10 +85,10 @@ def timed_run(world: World, config: RunConfig, folder: str, plant: str) -> tuple
     real, seconds, held_up = Retrieval(config, items=items), lambda _: (FORWARD, BACKWARD), Moments()
     model = Sleepy(real, seconds, held_up) if plant == "sleep" and world.rank == 1 else EmulatedModel(real, seconds)
     trainer = build(config, joined(world), Path(folder), model=model)
-    ready = Ready(trainer.parts.loader, held_up if plant == "stall" else None)
-    parts = replace(trainer.parts, loader=ready)  # type: ignore[arg-type]
-    Trainer(parts, Path(folder), trainer._journal).fit()
-    return sum(4 * parameter.numel() for parameter in parts.network.parameters()), held_up
+    ready = Ready(trainer.components.loader, held_up if plant == "stall" else None)
+    parts = replace(trainer.components, loader=ready)  # type: ignore[arg-type]
+    Trainer(parts, Path(folder), trainer._metrics).fit()
+    return sum(4 * parameter.numel() for parameter in parts.module.parameters()), held_up
 
 
 def shares(folder: Path, rank: int, moments: Moments) -> dict[str, float]:

@@ -148,7 +148,7 @@ def test_a_resumed_run_is_reported_with_all_its_starts(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([], "No figures were noted yet"),
+        ([], "No metrics were logged yet"),
         ([{"kind": "train", "step": 10, "loss": 2.0}], "step 10\nloss: 2"),
         ([{"kind": "train", "step": s, "loss": math.nan} for s in (10, 20)], "2 values of 2 not finite"),
         ([{"kind": "train", "step": s, "loss": math.nan if s == 30 else s} for s in range(60)], "1 value of 60"),
@@ -156,7 +156,7 @@ def test_a_resumed_run_is_reported_with_all_its_starts(tmp_path: Path, capsys: p
         ([{"kind": "evaluate", "step": 1, "hr@10": 0.5}], "Evaluation: hr@10"),
         (
             [{"kind": "start", "step": 0, "time": 1e29, "world_size": "two", "reason": None}],
-            "No figures were noted yet",
+            "No metrics were logged yet",
         ),
         ([{"kind": "train", "step": s, "loss": 1e29 * s} for s in (0, 2**53 - 1)], "Loss"),
     ],
@@ -196,7 +196,7 @@ def test_a_run_that_ended_before_its_first_interval_is_reported_by_its_metrics_a
 def test_a_long_run_gives_a_page_of_bounded_size_that_still_shows_its_extremes(tmp_path: Path) -> None:
     losses = [9.0 if step == 31_415 else 1.0 + step % 7 / 100 for step in range(100_000)]
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(losses)]
-    training = "".join(curves.training([curves.Run("long", lines)]))
+    training = "".join(curves.training_sections([curves.RunMetrics("long", lines)]))
     assert len(training) < 200_000
     assert "step 31,415\nloss: 9" in training
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freescale.checkpoint import store
+from freescale.checkpoint.run_folder import checkpoint_path
 from freescale.train.build import build
 from tests.support import histories, write_dataset
 from tests.support.ranks import Ranks, World
@@ -36,8 +36,8 @@ def written(world: World, run: object, folder: str) -> None:
 
 def resumed(world: World, run: object, folder: str) -> tuple[int, Arrays]:
     trainer = build(run, joined(world), Path(folder))  # type: ignore[arg-type]
-    trainer.saving.resume()
-    return trainer.at.done, held(trainer)
+    trainer.checkpoints.resume()
+    return trainer.progress.done, held(trainer)
 
 
 def absolute_sums(arrays: Arrays) -> dict[str, float]:
@@ -47,7 +47,7 @@ def absolute_sums(arrays: Arrays) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_format_1_holds_is_read(groups: dict[int, Ranks], tmp_path: Path, ranks: int) -> None:
-    shutil.copytree(KEPT, store.named(tmp_path / "run" / "checkpoints", 4))
+    shutil.copytree(KEPT, checkpoint_path(tmp_path / "run" / "checkpoints", 4))
     found = groups[ranks].run(resumed, config(tmp_path / "data"), str(tmp_path / "run"))
     assert {done for done, _ in found} == {4}
     assert absolute_sums(whole([arrays for _, arrays in found])) == pytest.approx(ABSOLUTE_SUMS, rel=1e-6)
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         two = Ranks(2)
         two.run(written, config(Path("data")), "run")
-        shutil.copytree(store.named(Path("run/checkpoints"), 4), KEPT)
+        shutil.copytree(checkpoint_path(Path("run/checkpoints"), 4), KEPT)
         sums = absolute_sums(whole([arrays for _, arrays in two.run(resumed, config(Path("data")), "run")]))
         two.close()
     raise SystemExit(f"ABSOLUTE_SUMS = {sums}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from freescale import config as configs
-from freescale.checkpoint.lock import RunLock
+from freescale.checkpoint.run_folder import RunLock
 from freescale.cli.main import main
 from freescale.data import synthetic
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.checkpoint import export, store
+from freescale.checkpoint import checkpoints, export
 from freescale.data import synthetic
 
 FREESCALE = [sys.executable, "-m", "freescale"]
@@ -53,7 +53,10 @@ def test_a_run_leaves_config_metrics_checkpoint_and_a_link(trained: Path) -> Non
     assert (trained / "config.toml").exists()
     assert len(losses(trained)) == 3
     assert losses(trained)[-1] < losses(trained)[0]
-    assert [path.name for path in store.complete(trained / "checkpoints")] == ["step-00000010", "step-00000012"]
+    assert [path.name for path in checkpoints.complete_checkpoints(trained / "checkpoints")] == [
+        "step-00000010",
+        "step-00000012",
+    ]
     assert (trained.parent / "latest").resolve() == trained.resolve()
     assert sorted(path.name for path in trained.parent.iterdir()) == ["latest", trained.name]
     assert list((trained / "tensorboard").glob("events.*"))
@@ -103,7 +106,7 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
     assert running.wait(timeout=60) == 130, said
     assert "asked to stop: saving step" in said
     assert "death signal" not in said, "the launcher is quiet"
-    (saved,) = store.complete(out / "checkpoints")[-1:]
+    (saved,) = checkpoints.complete_checkpoints(out / "checkpoints")[-1:]
     assert 5 <= int(saved.name.split("-")[1]) < 60
     ended = freescale(*options, "--out", out, "--resume")
     assert ended.returncode == 0, ended.stderr
@@ -172,7 +175,7 @@ def test_a_run_is_resumed_by_the_link_to_it_and_never_with_another_model(
     resume = ["train", "tiny", "--data", demo, "--out", tmp_path / "latest", "--resume", *SHORT]
     other = freescale(*resume, "--model.layers", 3)
     assert other.returncode == 2, other.stderr
-    assert "start again" not in other.stderr, "what would fail again is not restarted"
+    assert "ranks restart" not in other.stderr, "a failure that would repeat is not restarted"
     ended = freescale(*resume, "--restarts", 0)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "latest").resolve() == tmp_path / "run"

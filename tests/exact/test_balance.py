@@ -20,13 +20,13 @@ RANKING = {"task": {"kind": "ranking", "labels": ("label_click",)}}
 
 def trained(world: World, config: RunConfig, folder: str) -> tuple[Any, ...]:
     trainer = build(config, joined(world), Path(folder))
-    run, placed = trainer.parts.step.run, []
+    run, placed = trainer.components.step.run, []
 
     def noting(batch: Batch, *words: Any, **more: Any) -> Any:
         placed.append((batch.sample_id.tolist(), float(COST.of(batch.history.lengths.numpy()).sum())))
         return run(batch, *words, **more)
 
-    trainer.parts.step.run = noting  # type: ignore[method-assign]
+    trainer.components.step.run = noting  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
     return held(trainer), placed

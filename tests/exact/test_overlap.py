@@ -18,7 +18,7 @@ STEPS = 30
 def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> tuple[list[float], Arrays]:
     """This rank's losses, and what it holds in the end."""
     trainer = build(config, joined(world), Path(folder))
-    step = trainer.parts.step
+    step = trainer.components.step
     if one_thread:
         runner = step._runner
         runner.executor = Executor(overlapped(), runner._perform, runner._waiting, strictly_serial=True)

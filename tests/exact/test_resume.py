@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from freescale.checkpoint import store
-from freescale.checkpoint.files import CheckpointError
+from freescale.checkpoint import checkpoints
+from freescale.checkpoint.tensor_files import CheckpointError
 from freescale.config import RunConfig
 from freescale.train.build import build
 from tests.support.ranks import Ranks, World
@@ -19,14 +19,14 @@ def train(world: World, config: RunConfig, folder: str, resume: bool, stop_at: i
     """Train from the beginning or from the newest checkpoint; `stop_at` asks this rank to end, as a signal would."""
     trainer = build(config, joined(world), Path(folder))
     if resume:
-        trainer.saving.resume()
-    run = trainer.parts.step.run
+        trainer.checkpoints.resume()
+    run = trainer.components.step.run
 
     def counted(*arguments: object, **options: object) -> object:
-        asked = world.rank == world.ranks - 1 and trainer.at.done + 1 == stop_at
+        asked = world.rank == world.ranks - 1 and trainer.progress.done + 1 == stop_at
         return run(*arguments, **options | {"stop": asked})  # type: ignore[arg-type]
 
-    trainer.parts.step.run = counted  # type: ignore[method-assign]
+    trainer.components.step.run = counted  # type: ignore[method-assign]
     finished = trainer.fit()
     trainer.close()
     assert finished == (stop_at == 0)
@@ -37,11 +37,11 @@ def refused(world: World, config: RunConfig, folder: str) -> int:
     """Try to resume; gives the exit code of the error."""
     trainer = build(config, joined(world), Path(folder))
     try:
-        trainer.saving.resume()
+        trainer.checkpoints.resume()
     except CheckpointError as error:
         return error.exit_code
     finally:
-        trainer.parts.bubbles.close()
+        trainer.components.profiler.close()
         trainer.close()
     return 0
 
@@ -81,14 +81,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_
     config = small(log, train={**FP32, "save_every": 4})
     once = pieces([groups[2]], config, tmp_path / "a", [])
     groups[2].run(train, config, str(tmp_path / "b"), False, 9)
-    older, newest = store.complete(tmp_path / "b" / "checkpoints")[-2:]
+    older, newest = checkpoints.complete_checkpoints(tmp_path / "b" / "checkpoints")[-2:]
     file = newest / "rank-00001.bytes"
     file.write_bytes(file.read_bytes()[:-1])
     resumed = whole(groups[2].run(train, config, str(tmp_path / "b"), True, 0))
     assert same(once, resumed)
     assert newest.with_name(newest.name + ".damaged").exists()
-    assert store.step_of(older) == 8
-    for checkpoint in store.complete(tmp_path / "b" / "checkpoints"):
+    assert checkpoints.step_of(older) == 8
+    for checkpoint in checkpoints.complete_checkpoints(tmp_path / "b" / "checkpoints"):
         (checkpoint / "rank-00000.bytes").unlink()
     codes = groups[2].run(refused, config, str(tmp_path / "b"))
     assert codes == [2, 2], "no restart would help, and it would begin again from nothing"

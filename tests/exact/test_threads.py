@@ -8,8 +8,7 @@ import torch
 
 from freescale.data.loader import Loader
 from freescale.embedding.tables import ReplicatedTables, Table
-from freescale.train.build import model_of
-from freescale.train.network import Network
+from freescale.train.sharded_model import SequenceModule, build_model
 from tests.support import histories, write_dataset
 from tests.support.training import small
 
@@ -26,10 +25,10 @@ def test_gradients_do_not_depend_on_which_thread_comes_first(case: str, tmp_path
     write_dataset(tmp_path, histories(lengths, items=40, candidates=True), rows_per_group=8, items=40)
     config = small(tmp_path, data={"max_history": 200, "global_batch": 48, "split": "none"}, **CASES[case])
     loader = Loader(config.data, seed=0)
-    model = model_of(config, items=loader.vocabulary.rows)
+    model = build_model(config, items=loader.vocabulary.rows)
     tables = ReplicatedTables([Table(n, *size) for n, size in model.tables.items()], seed=0, deviation=0.02)
-    network, inputs = Network(model, tables), model.prepare(next(iter(loader)))
-    (wanted,) = network.wanted([inputs.ids])
+    network, inputs = SequenceModule(model, tables), model.prepare(next(iter(loader)))
+    (wanted,) = network.unique_ids([inputs.ids])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

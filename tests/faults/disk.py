@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from freescale.checkpoint import store
-from freescale.checkpoint.files import CheckpointError, Part
+from freescale.checkpoint import checkpoints
+from freescale.checkpoint.tensor_files import CheckpointError, LocalRows
 from freescale.transport.c10d import C10d
 
 _STEPS = (1, 2, 3)
@@ -30,10 +30,10 @@ def _save(folder: Path, first: int) -> int:
     here = dist.HashStore()
     dist.init_process_group("gloo", store=here, rank=0, world_size=1, timeout=timedelta(seconds=30))
     assert dist.group.WORLD is not None
-    place = store.Store(folder, keep=2, transport=C10d(dist.group.WORLD, here, timeout=30))
+    place = checkpoints.CheckpointWriter(folder, keep=2, transport=C10d(dist.group.WORLD, here, timeout=30))
     told = 0
     for step in _STEPS[first - 1 :]:
-        place.save(step, {"weight": Part.whole(torch.full((1000,), float(step)), everywhere=True)}, {})
+        place.save(step, {"weight": LocalRows.whole(torch.full((1000,), float(step)), replicated=True)}, {})
         try:
             place.wait()
             told = step
@@ -57,12 +57,12 @@ def _in_a_child(folder: Path, call: int, error: int, first: int = 1) -> int:
 
 def _newest(folder: Path) -> int:
     """The newest checkpoint, read whole; 0 if there is none."""
-    found = store.complete(folder)
+    found = checkpoints.complete_checkpoints(folder)
     for path in found:
         weight = torch.zeros(1000)
-        store.load(path, {"weight": Part.whole(weight, everywhere=True)})
-        assert weight.eq(store.step_of(path)).all(), f"{path} holds something else"
-    return store.step_of(found[-1]) if found else 0
+        checkpoints.load(path, {"weight": LocalRows.whole(weight, replicated=True)})
+        assert weight.eq(checkpoints.step_of(path)).all(), f"{path} holds something else"
+    return checkpoints.step_of(found[-1]) if found else 0
 
 
 def _number(path: Path) -> int:
@@ -85,7 +85,7 @@ def _trial(place: Path, call: int, kind: str) -> None:
         assert code == 0, f"{where}: ended with {code}, not with an error of ours"
     if kind == "crash" or told == _STEPS[-1]:
         assert _newest(folder) == _STEPS[-1], f"{where}: the last step is not there"
-    assert len(store.complete(folder)) <= _REFUSED, f"{where}: old checkpoints pile up"
+    assert len(checkpoints.complete_checkpoints(folder)) <= _REFUSED, f"{where}: old checkpoints pile up"
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ def test_names_from_runs_and_files_are_text_in_the_pages(
              for ranks in some_steps()]  # fmt: skip
     entry = {"kind": "evaluate", "step": 1, EVIL: 0.5}
     starts = [{"kind": "start", "step": step, "world_size": 2, "reason": EVIL} for step in (0, 1)]
-    training = curves.training([curves.Run(EVIL, [*starts, entry], damaged=1)])
+    training = curves.training_sections([curves.RunMetrics(EVIL, [*starts, entry], damaged=1)])
     pages = [page.document(EVIL, EVIL, *training, *report_sections(records.from_steps(steps, 0), [3]))]
     data = tmp_path / EVIL.replace("/", "-")
     data.mkdir()

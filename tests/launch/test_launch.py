@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from freescale.checkpoint.lock import NAME, RunLock
+from freescale.checkpoint.run_folder import LOCK, RunLock
 from freescale.errors import UsageError
-from freescale.launch import AGENT, launched_instead
-from freescale.launch.hosts import Hosts
-from freescale.launch.meeting import Meeting
+from freescale.launch import AGENT
+from freescale.launch.launcher import Hosts, launch_ranks
+from freescale.launch.rendezvous import Rendezvous
 
 WORDS = ["--version"]
 
@@ -27,10 +27,10 @@ def test_a_task_of_slurm_is_a_rank_unless_it_is_told_where_agents_meet(
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-4]")
     with RunLock(tmp_path) as lock:
-        assert launched_instead(WORDS, ranks=8, lock=lock) is None
-        assert not (tmp_path / NAME).exists(), "rank 1 writes no run"
-        assert launched_instead(WORDS, ranks=2, hosts=Hosts(), lock=lock) == 0, "the ranks that it started have ended"
-        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid(), "the agent that serves the store has it"
+        assert launch_ranks(WORDS, nproc=8, lock=lock) is None
+        assert not (tmp_path / LOCK).exists(), "rank 1 writes no run"
+        assert launch_ranks(WORDS, nproc=2, hosts=Hosts(), lock=lock) == 0, "the ranks that it started have ended"
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid(), "the agent that serves the store has it"
 
 
 def test_of_the_ranks_of_another_launcher_the_first_holds_the_lock_and_of_our_own_none(
@@ -41,24 +41,24 @@ def test_of_the_ranks_of_another_launcher_the_first_holds_the_lock_and_of_our_ow
         if agent is not None:
             monkeypatch.setenv(AGENT, agent)
         with RunLock(tmp_path) as lock:
-            assert launched_instead(WORDS, ranks=1, lock=lock) is None
-            assert (tmp_path / NAME).exists() == holds
+            assert launch_ranks(WORDS, nproc=1, lock=lock) is None
+            assert (tmp_path / LOCK).exists() == holds
 
 
 def test_counts_that_start_nothing_are_refused_at_once() -> None:
     for ranks, restarts in ((0, 0), (-1, 0), (-1, 3), (1, -1)):
         with pytest.raises(UsageError, match="--nproc" if ranks < 1 else "--restarts"):
-            launched_instead(WORDS, ranks=ranks, restarts=restarts)
+            launch_ranks(WORDS, nproc=ranks, restarts=restarts)
 
 
 def test_what_the_user_says_about_waiting_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    launched_instead(WORDS, ranks=1)
+    launch_ranks(WORDS, nproc=1)
     assert "GOMP_SPINCOUNT" not in os.environ
     monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
-    launched_instead(WORDS, ranks=1)
+    launch_ranks(WORDS, nproc=1)
     assert os.environ["GOMP_SPINCOUNT"] == "77"
 
 
@@ -99,7 +99,7 @@ def test_a_command_that_is_interrupted_before_its_ranks_exist_ends_and_leaves_no
 
 
 def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
-    from freescale.launch import _no_interrupt_lost
+    from freescale.launch.launcher import _no_interrupt_lost
 
     for kind in (signal.SIGINT, signal.SIGTERM):
         with pytest.raises(KeyboardInterrupt), _no_interrupt_lost(), contextlib.suppress(BaseException):
@@ -126,7 +126,7 @@ def test_who_waits_for_the_store_of_another_host_can_be_interrupted() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
             with pytest.raises(KeyboardInterrupt):
-                Meeting(Hosts(2, 2, *bound.getsockname()), 1)
+                Rendezvous(Hosts(2, 2, *bound.getsockname()), 1)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

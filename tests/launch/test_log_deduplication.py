@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from freescale.launch.log_deduplication import LogCollector, PipeHandler
+from freescale.launch.local_ranks import LogCollector, PipeHandler
 from freescale.log import ConsoleHandler, handled_by, logger
 
 _LONG = "a text longer than a pipe holds " * 10_000

@@ -13,9 +13,9 @@ import pytest
 
 STEPS = """
 import json, sys, time
-from freescale.launch import launched_instead
+from freescale.launch.launcher import launch_ranks
 
-launched_instead([], ranks=1)  # as every command that computes does, before torch is imported
+launch_ranks([], nproc=1)  # as every command that computes does, before torch is imported
 import torch
 
 x = torch.rand(64, 4096)

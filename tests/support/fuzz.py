@@ -38,7 +38,7 @@ from freescale.bubbles.kineto import read_traces
 from freescale.bubbles.records import RunRecord
 from freescale.bubbles.report import chrome_trace, headline, report_sections, representative_steps
 from freescale.bubbles.summary import summarize
-from freescale.checkpoint import files, store
+from freescale.checkpoint import checkpoints, tensor_files
 from freescale.config import RECIPES, DataConfig
 from freescale.data import writer
 from freescale.data.dataset import Dataset, compute_stats
@@ -50,7 +50,7 @@ from freescale.simulate.popularity import Popularity
 from freescale.simulate.whatif import Question, Techniques, run
 from freescale.simulate.workload import Model
 from freescale.train import curves
-from freescale.train.journal import Journal, damaged_lines, entries
+from freescale.train.metrics_logger import MetricsLogger, count_damaged_lines, read_entries
 
 SECONDS, MEMORY = 20.0, 3 << 30
 Files = Mapping[str, bytes]
@@ -448,12 +448,12 @@ def valid_run() -> Files:
         for rank in (0, 1):
             kept.write_samples([samples[rank] for samples in found.samples.values()])
         config.save(RECIPES["tiny"], Path(folder) / "config.toml")
-        journal = Journal(Path(folder), is_rank_zero=True, steps=2, quiet=True)
-        journal.start(0, world_size=2, reason="new run")
+        journal = MetricsLogger(Path(folder), is_rank_zero=True, steps=2, quiet=True)
+        journal.log_start(0, world_size=2, reason="new run")
         for step in (1, 2):
             journal.write({"kind": "train", "step": step, "loss": 3.0 / step, "grad_norm": 1.0})
         journal.write({"kind": "evaluate", "step": 2, "hr@10": 0.5})
-        journal.start(1, world_size=1, reason="resumed")
+        journal.log_start(1, world_size=1, reason="resumed")
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -485,8 +485,10 @@ def run_inputs() -> Inputs:
 def read_run(folder: Path) -> None:
     """What `freescale report` does, then what `freescale simulate` does."""
     drawn(records.read(folder))
-    noted = curves.Run("a run", list(entries(folder)), damaged_lines(folder))
-    assert "<script" not in "".join([curves.headline(noted), *curves.training([noted]), *curves.training([noted] * 2)])
+    noted = curves.RunMetrics("a run", list(read_entries(folder)), count_damaged_lines(folder))
+    assert "<script" not in "".join(
+        [curves.headline(noted), *curves.training_sections([noted]), *curves.training_sections([noted] * 2)]
+    )
     config.load(folder / "config.toml")
     assert records.read_machine(folder).world_size > 0
     calibrate.computes(records.read_samples(folder))
@@ -505,8 +507,10 @@ def valid_checkpoint() -> Files:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for rank, rows in enumerate((slice(0, 5), slice(5, 9))):
-            files.write(folder, rank, {n: files.Part(t[rows], rows.start, 9) for n, t in whole_tensors().items()})
-        files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": 2})
+            tensor_files.write(
+                folder, rank, {n: tensor_files.LocalRows(t[rows], rows.start, 9) for n, t in whole_tensors().items()}
+            )
+        tensor_files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": 2})
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -528,8 +532,8 @@ def checkpoint_inputs() -> Inputs:
 
 def read_checkpoint(folder: Path) -> None:
     """As one rank does; what is taken must be what was written, or planted with its checksum."""
-    parts = {n: files.Part.whole(torch.zeros_like(t), everywhere=True) for n, t in whole_tensors().items()}
-    store.load(folder, parts)
+    parts = {n: tensor_files.LocalRows.whole(torch.zeros_like(t), replicated=True) for n, t in whole_tensors().items()}
+    checkpoints.load(folder, parts)
 
 
 # --- All of them --------------------------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def placed(
     epochs = itertools.repeat(list(Loader(config.data, seed=config.seed)))
     shares = [_share(one, place, world) for one in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     for batch, following in itertools.zip_longest(shares, shares[1:]):
-        losses.append(trainer.parts.step.run(batch, rates, following=following).loss)
-    trainer.parts.step.settle()
+        losses.append(trainer.components.step.run(batch, rates, following=following).loss)
+    trainer.components.step.synchronize()
     return losses, held(trainer)
 
 
@@ -99,11 +99,15 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
 
     def keep(*_: object) -> None:
         found.update(
-            {f"dense.{n}": p.grad.clone() for n, p in trainer.parts.network.named_parameters() if p.grad is not None}
+            {
+                f"dense.{n}": p.grad.clone()
+                for n, p in trainer.components.module.named_parameters()
+                if p.grad is not None
+            }
         )
 
-    trainer.parts.optimizer.register_step_pre_hook(keep)
-    tables = trainer.parts.tables
+    trainer.components.optimizer.register_step_pre_hook(keep)
+    tables = trainer.components.tables
     assert tables is not None
     update = tables.update
 
@@ -114,8 +118,8 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
 
     tables.update = keep_rows  # type: ignore[method-assign]
     batch = next(iter(Loader(config.data, seed=config.seed)))
-    state = trainer.parts.step.run(_share(batch, place, world), LearningRates(dense=0.1, tables=0.1))
-    trainer.parts.step.settle()
+    state = trainer.components.step.run(_share(batch, place, world), LearningRates(dense=0.1, tables=0.1))
+    trainer.components.step.synchronize()
     return state.loss, {name: value.numpy() for name, value in found.items()}
 
 
@@ -129,8 +133,8 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 
 def held(trainer: Trainer) -> Arrays:
     """Dense weights, and the own rows of tables and of their optimizer."""
-    parts = trainer.parts
-    dense = {f"dense.{name}": value for name, value in parts.network.state_dict().items()}
+    parts = trainer.components
+    dense = {f"dense.{name}": value for name, value in parts.module.state_dict().items()}
     tables = {} if parts.tables is None else parts.tables.shard.state()
     return {name: value.detach().numpy().copy() for name, value in (dense | tables).items()}
 

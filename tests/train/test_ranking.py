@@ -47,13 +47,13 @@ def measured(world: World, config: RunConfig, folder: str, place: str, constant:
     """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, and what they are."""
     from torchrec.metrics import rec_metric
 
-    from freescale.train.rank import Ranker, ranking_metrics
+    from freescale.train.evaluation import Ranker, ranking_metrics
 
-    parts = build(config, joined(world), Path(folder)).parts
-    ranker = Ranker(parts.network, parts.tables, torch.device("cpu"))
+    parts = build(config, joined(world), Path(folder)).components
+    ranker = Ranker(parts.module, parts.tables, torch.device("cpu"))
     if constant:
         ranker.model.head.weight.data.zero_()
-    found = [ranker.chances(batch) for batch in placed(world, config, place)]
+    found = [ranker.probabilities(batch) for batch in placed(world, config, place)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rec_metric, "MAX_BUFFER_COUNT", 3)  # fewer than batches here, as 1,000 are in a large test set
         metrics = ranking_metrics(ranker, placed(world, config, place), parts.world)
@@ -108,7 +108,7 @@ def test_a_model_that_says_the_same_of_all_candidates_has_an_auc_of_one_half(
 
 def evaluated(world: World, config: RunConfig, folder: str) -> dict[str, float]:
     """The trainer's own evaluation before the first step."""
-    evaluate = build(config, joined(world), Path(folder)).parts.evaluate
+    evaluate = build(config, joined(world), Path(folder)).components.evaluate
     assert evaluate is not None
     return evaluate()
 

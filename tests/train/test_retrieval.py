@@ -11,7 +11,7 @@ import torch
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.train.build import build
-from freescale.train.retrieve import Corpus, TargetRanks, retrieval_means, retrieval_sums
+from freescale.train.evaluation import Corpus, TargetRanks, retrieval_means, retrieval_sums
 from tests.support import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
@@ -31,16 +31,16 @@ def test_metrics_are_their_definitions() -> None:
 def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[dict[str, float], list[Any]]:
     """The trainer's own evaluation, and per sample: history, target, the scores of all items, place and best items."""
     trainer = build(config, joined(world), Path(folder))
-    parts = trainer.parts
+    parts = trainer.components
     assert parts.evaluate is not None
     metrics = parts.evaluate()
     corpus = Corpus(
-        parts.network, parts.tables, 40, torch.device("cpu"), exclude_seen=config.task.seen == "exclude", piece=piece
+        parts.module, parts.tables, 40, torch.device("cpu"), exclude_seen=config.task.seen == "exclude", chunk=piece
     )
     found = []
     for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         before, (best, _) = corpus.target_ranks(batch).before, corpus.top(batch, 7)
-        items = next(rows for _, rows in corpus._pieces()) if piece >= 40 else None
+        items = next(rows for _, rows in corpus._chunks()) if piece >= 40 else None
         scores = corpus._queries(batch).detach() @ items.T if items is not None else None
         assert batch.targets is not None
         asked = 0
@@ -58,11 +58,11 @@ def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[di
 def flat(world: World, config: RunConfig, folder: str) -> dict[str, float]:
     """Metrics of a model that knows nothing: every item has the same row."""
     trainer = build(config, joined(world), Path(folder))
-    assert trainer.parts.network.replicated is not None
-    assert trainer.parts.evaluate is not None
+    assert trainer.components.module.replicated is not None
+    assert trainer.components.evaluate is not None
     with torch.no_grad():
-        trainer.parts.network.replicated.weights["item"].fill_(0.5)
-    return trainer.parts.evaluate()
+        trainer.components.module.replicated.weights["item"].fill_(0.5)
+    return trainer.components.evaluate()
 
 
 def test_a_model_that_cannot_tell_items_apart_gets_no_credit(
@@ -106,9 +106,9 @@ def test_places_and_best_items_are_those_of_a_sort_by_hand_on_any_ranks_and_piec
 
 def hits_twice(world: World, config: RunConfig, folder: str, items: int) -> tuple[dict[str, float], int]:
     """Metrics of evaluation, and how many held-out items are among the ten that prediction returns."""
-    parts = build(config, joined(world), Path(folder)).parts
+    parts = build(config, joined(world), Path(folder)).components
     exclude = config.task.seen == "exclude"
-    corpus = Corpus(parts.network, parts.tables, items, torch.device("cpu"), exclude_seen=exclude)
+    corpus = Corpus(parts.module, parts.tables, items, torch.device("cpu"), exclude_seen=exclude)
     returned = 0
     for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         assert batch.targets is not None

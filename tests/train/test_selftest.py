@@ -5,17 +5,17 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from freescale.train.selftest import Outcome, Selftest
+from freescale.train.selftest import CheckOutcome, Selftest
 from freescale.transport.shared_memory import SharedMemory
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
 
-def outcomes(world: World) -> list[Outcome]:
+def outcomes(world: World) -> list[CheckOutcome]:
     return Selftest(joined(world)).run()
 
 
-def outcomes_with_a_fault(world: World) -> list[Outcome]:
+def outcomes_with_a_fault(world: World) -> list[CheckOutcome]:
     """One rank says that parts are filled which it wrote elsewhere."""
     take = SharedMemory.take
 
@@ -54,5 +54,5 @@ def test_rows_that_do_not_arrive_are_found(two: Ranks) -> None:
     one, other = two.run(outcomes_with_a_fault)
     by_check = {outcome.check: outcome for outcome in one}
     assert {name for name, outcome in by_check.items() if outcome.status == "failed"} == {"transport shared_memory"}
-    assert by_check["prioritized over shared_memory"].why == "the way itself failed"
-    assert any("exchanges brought other rows than were sent" in outcome.why for outcome in [*one, *other])
+    assert by_check["prioritized over shared_memory"].why == "the transport itself failed"
+    assert any("exchanges delivered wrong rows" in outcome.why for outcome in [*one, *other])

@@ -22,8 +22,7 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.errors import UsageError
 from freescale.models.protocol import Inputs, Model, Rows
-from freescale.train.build import model_of, optimizer_of
-from freescale.train.network import Network
+from freescale.train.sharded_model import SequenceModule, build_model, build_optimizer
 from freescale.transport.world import World
 
 _STAGES = 8
@@ -123,7 +122,7 @@ def calibrate_compute(config: RunConfig, world: World) -> EmulatedCompute:
     """Measure the model step by step on rank 0 and share the result with all ranks."""
     loader = Loader(config.data, seed=config.seed, rank=0, world_size=world.world_size)
     batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.is_rank_zero else []
-    model, seconds = model_of(config, items=loader.vocabulary.rows), []
+    model, seconds = build_model(config, items=loader.vocabulary.rows), []
     for _ in range(_REPEATS):
         seconds.append(compute_only_seconds(config, world, model, batches))
         world.transport.sum(0, name="calibration")  # shows the waiting ranks that rank 0 makes progress
@@ -154,12 +153,12 @@ def compute_only_ms(config: RunConfig, world: World, model: Model, batches: Iter
 
 def compute_only_seconds(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> list[float]:
     """Return the seconds of forward, backward and update of each batch, with local random rows."""
-    network = Network(model, None).to(world.device)
-    optimizer = optimizer_of(config, network.parameters())
+    network = SequenceModule(model, None).to(world.device)
+    optimizer = build_optimizer(config, network.parameters())
     seconds = []
     for batch in batches:
         inputs = model.prepare(batch.to(world.device))
-        (unique,) = network.wanted([inputs.ids])
+        (unique,) = network.unique_ids([inputs.ids])
         rows = {
             name: torch.randn(len(ids.unique), model.tables[name][1], device=world.device, requires_grad=True)
             for name, ids in unique.items()

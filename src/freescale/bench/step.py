@@ -24,8 +24,9 @@ from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.models.protocol import Model
 from freescale.simulate.whatif import Techniques
-from freescale.train.build import build, model_of
-from freescale.train.journal import entries
+from freescale.train.build import build
+from freescale.train.metrics_logger import read_entries
+from freescale.train.sharded_model import build_model
 from freescale.transport.world import World
 
 PLAIN, SPARSE_DIST, PLAIN_AGAIN = "TorchRec", "TorchRec SparseDist", "TorchRec again"
@@ -155,7 +156,7 @@ def measure_steps(
         seeded = replace(calibrated, seed=config.seed + turn)
 
         def model(seeded: RunConfig = seeded) -> Model:
-            real = model_of(seeded, items=items)
+            real = build_model(seeded, items=items)
             return compute.emulate(real) if emulated else real
 
         loader = Loader(seeded.data, seed=seeded.seed, rank=world.rank, world_size=world.world_size)
@@ -180,7 +181,7 @@ def train_variant(variant: str, config: RunConfig, world: World, folder: Path, m
     trainer.close()
     if world.is_rank_zero:
         shutil.rmtree(folder / "checkpoints")
-    return [entry["loss"] for entry in entries(folder) if entry["kind"] == "train"] if world.is_rank_zero else []
+    return [entry["loss"] for entry in read_entries(folder) if entry["kind"] == "train"] if world.is_rank_zero else []
 
 
 def with_techniques(config: RunConfig, techniques: Techniques) -> RunConfig:
@@ -220,7 +221,7 @@ def compare_losses(
         precise = replace(config, train=train)
         for variant in variants:
             run_folder = folder / f"{precision}-{variant.replace(' ', '-')}"
-            model = model_of(config, items=items)
+            model = build_model(config, items=items)
             losses[precision, variant] = train_variant(variant, precise, world, run_folder, model)
             on_progress(f"{variant} in {precision}")
     return _differences(losses) if world.is_rank_zero else []

@@ -33,7 +33,7 @@ from freescale.embedding.ids import deduplicate
 from freescale.embedding.sharded import fill
 from freescale.embedding.tables import Table
 from freescale.models.protocol import Model, Rows
-from freescale.train.build import optimizer_of
+from freescale.train.sharded_model import build_optimizer
 from freescale.transport.world import World
 
 _PREFETCH = 2
@@ -96,7 +96,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
     profiler = StepProfiler(folder, steps=steps, every=steps, device=world.device, timeout=config.train.timeout)
     dense: Any = parallel._dmp_wrapped_module
     dense.register_comm_hook(None, record_comm_hook(allreduce_hook, profiler.recorder))
-    optimizer = optimizer_of(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
+    optimizer = build_optimizer(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
     batches = profiler.iterate("data", prefetch(_prepare_batches(config, world, model, counts), _PREFETCH))
     loop = _train_pipelined if pipelined else _train_plain
     losses = []

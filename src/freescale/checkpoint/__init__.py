@@ -1,1 +1,1 @@
-"""A run on disk: saved while it goes on, complete or not there at all, readable by any number of ranks."""
+"""Checkpoints and exports of a run: written while it trains, complete or absent, readable on any world size."""

@@ -1,8 +1,8 @@
-"""A model for others to read: safetensors, the names of the items, the config, and a list of what is there.
+"""An exported model: safetensors, the vocabulary, the config, and a list of all files.
 
 export.json                        every file with its size, checksum and tensors
-model.safetensors                  the dense part, and tables that every rank has whole
-tables-00000-of-00002.safetensors  rows of sharded tables, one file per rank that wrote
+model.safetensors                  the dense model and replicated tables
+tables-00000-of-00002.safetensors  rows of sharded tables, one file per rank
 config.toml, vocabulary.parquet
 """
 
@@ -26,36 +26,36 @@ LIST = "export.json"
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Write a file, read it back, and describe it. `first_rows`: where in its table a piece begins."""
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _save(path, kept, {name: str(row) for name, row in (first_rows or {}).items()})
-    for name, tensor, _ in _tensors(path):
-        if not torch.equal(tensor, kept[name]):
+    """Write a file, read it back, and describe it. `first_rows`: the first row of each part of a sharded table."""
+    tensors_on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _save(path, tensors_on_cpu, {name: str(row) for name, row in (first_rows or {}).items()})
+    for name, tensor, _ in _read_tensors(path):
+        if not torch.equal(tensor, tensors_on_cpu[name]):
             raise DataError(f"'{name}' was not read back as it was written", where=str(path), remedy="check the disk")
-    return describe(path) | {"tensors": {name: list(tensor.shape) for name, tensor in kept.items()}}
+    return describe(path) | {"tensors": {name: list(tensor.shape) for name, tensor in tensors_on_cpu.items()}}
 
 
 def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file with the permissions that any new file here has; safetensors lets only its owner read it."""
+    """Write a file with default permissions; safetensors makes it readable by its owner only."""
     with storage_errors(path):
         path.touch()
         mode = path.stat().st_mode
         try:
             save_file(tensors, path, metadata=metadata)
         except SafetensorError as error:
-            remedy = "see that there is space and the folder can be written"
+            remedy = "check that there is space and the folder is writable"
             raise StorageError(reason(error), where=str(path), remedy=remedy) from error
         path.chmod(mode)
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
+    """Return size and checksum of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]], copies: Mapping[str, Path]) -> None:
-    """Copy what goes along, and write the list last: an export without it is not complete."""
+    """Copy further files, and write the list last: an export without it is incomplete."""
     entries: dict[str, Any] = dict(files)
     for name, source in copies.items():
         shutil.copyfile(source, folder / name)
@@ -64,7 +64,7 @@ def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]], copies: Map
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Read an export whole, after checking every file against the list; sharded tables are put together."""
+    """Read an export after verifying every file against the list; sharded tables are concatenated."""
     try:
         return _read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -73,25 +73,25 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, list[tuple[int, Tensor]]] = {}
     for name, entry in json.loads((folder / LIST).read_text())["files"].items():
         path = folder / name
         if path.parent != folder or not path.exists() or describe(path)["sha256"] != entry["sha256"]:
             raise DataError(f"{name} is missing or was changed", where=str(folder), remedy="export again")
         if path.suffix != ".safetensors":
             continue
-        for key, tensor, row in _tensors(path):
+        for key, tensor, row in _read_tensors(path):
             if row is None:
-                found[key] = tensor
+                tensors[key] = tensor
             else:
-                pieces.setdefault(key, []).append((row, tensor))
-    by_row = {key: sorted(parts, key=lambda part: part[0]) for key, parts in pieces.items()}
-    return found | {key: torch.cat([tensor for _, tensor in parts]) for key, parts in by_row.items()}
+                shards.setdefault(key, []).append((row, tensor))
+    by_row = {key: sorted(parts, key=lambda part: part[0]) for key, parts in shards.items()}
+    return tensors | {key: torch.cat([tensor for _, tensor in parts]) for key, parts in by_row.items()}
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor, int | None]]:
-    """What a file holds, and where in its table each begins if it is a piece of one."""
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield the tensors of a file, with the first row of each that is part of a sharded table."""
     with safe_open(path, framework="pt") as file:
         rows = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118  not a dict

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from freescale.checkpoint.lock import RunLock
+from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import parse_run, print_json, print_table, require_at_least, run_parser, say, write_page
 from freescale.config import RunConfig
 from freescale.errors import UsageError
-from freescale.launch import launched_instead
+from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
 _HELP = """Train a recipe or a TOML file in turns: TorchRec's plain loop, its SparseDist pipeline, and FreeScale with
@@ -32,7 +32,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     config = replace(config, train=replace(config.train, max_steps=options.steps))
     preflight.data(config)
     with RunLock(options.out.with_suffix("")) as lock:
-        code = launched_instead(["bench", "step", *argv], ranks=options.nproc, lock=lock)
+        code = launch_ranks(["bench", "step", *argv], nproc=options.nproc, lock=lock)
         return code if code is not None else _measure(options, config)
 
 

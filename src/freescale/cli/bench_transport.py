@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from freescale import page
 from freescale.cli.options import Flag, parse, print_json, print_table, say, write_page
 from freescale.errors import UsageError
-from freescale.launch import launched_instead
+from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     if min(options.kib, default=0) < 1:
         raise UsageError("--kib takes sizes of at least 1", remedy=f"see {prog} --help")
-    if (code := launched_instead(["bench", "transport", *argv], ranks=options.nproc)) is not None:
+    if (code := launch_ranks(["bench", "transport", *argv], nproc=options.nproc)) is not None:
         return code
     with progress("starting"):
         from freescale.transport.selection import TransportFactory, best_transport, explain, probe

@@ -9,7 +9,7 @@ from freescale.cli.saved import RunOptions, on_ranks
 from freescale.errors import UsageError
 
 if TYPE_CHECKING:
-    from freescale.train.saved import Saved
+    from freescale.train.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Print the metrics of the newest checkpoint."""
     options = parse(Options, argv, prog)
 
-    def work(saved: "Saved") -> None:
-        from freescale.train.evaluate import evaluation_of
+    def work(saved: "TrainedModel") -> None:
+        from freescale.train.evaluation import build_evaluation
 
-        evaluation = evaluation_of(saved.config, saved.world, saved.assembly.network, saved.assembly.tables)
+        evaluation = build_evaluation(saved.config, saved.world, saved.sharded.module, saved.sharded.tables)
         if evaluation is None:
             remedy = "train with --data.split last or time, or with --data.test-path"
             raise UsageError("nothing is held out in this run", remedy=remedy)

@@ -12,7 +12,7 @@ from freescale.cli.saved import RunOptions, on_ranks
 from freescale.progress import progress
 
 if TYPE_CHECKING:
-    from freescale.train.saved import Saved
+    from freescale.train.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ def run(argv: Sequence[str], prog: str) -> int:
     """Write the export and list its files."""
     options = parse(Options, argv, prog)
 
-    def work(saved: "Saved") -> None:
-        from freescale.train.export import export_model
+    def work(saved: "TrainedModel") -> None:
+        from freescale.train.trained_model import export_model
 
         with progress(f"writing {options.out}"):
             files = export_model(saved, options.out)

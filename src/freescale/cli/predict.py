@@ -12,7 +12,7 @@ from freescale.cli.options import check_all, parse, require_at_least, say
 from freescale.cli.saved import RunOptions, on_ranks
 
 if TYPE_CHECKING:
-    from freescale.train.saved import Saved
+    from freescale.train.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ def run(argv: Sequence[str], prog: str) -> int:
     options = parse(Options, argv, prog)
     check_all(lambda: configs.load_run(options.run), lambda: require_at_least(options, k=1))
 
-    def work(saved: "Saved") -> None:
-        from freescale.train.predict import predict
+    def work(saved: "TrainedModel") -> None:
+        from freescale.train.trained_model import write_predictions
 
-        predicted = predict(saved, options.out, count=options.k)
+        predicted = write_predictions(saved, options.out, count=options.k)
         users, short = (saved.world.transport.sum(count, name="users") for count in predicted)
         if saved.world.is_rank_zero:
             fewer = f"; for {short:,} of them fewer can be recommended" if short else ""

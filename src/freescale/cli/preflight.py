@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from freescale import config as configs
-from freescale.checkpoint.listing import complete, require_complete, require_start
-from freescale.checkpoint.lock import is_restart
+from freescale.checkpoint.run_folder import complete_checkpoints, is_restart, require_complete, require_start
 from freescale.data.dataset import Dataset
 from freescale.data.validation import Quarantine
 from freescale.errors import InstallError
@@ -24,7 +23,7 @@ def train(config: configs.RunConfig, out: Path, options: argparse.Namespace, *, 
         )
     data(config)
     if not joins and not is_restart():
-        newest = complete(out / "checkpoints")[-1:]
+        newest = complete_checkpoints(out / "checkpoints")[-1:]
         require_start(out, newest[0] if newest else None, resume=options.resume)
 
 

@@ -27,7 +27,7 @@ from freescale.cli.options import Flag, parse, print_json, print_table, say, wri
 from freescale.errors import UsageError
 from freescale.progress import progress
 from freescale.train import curves
-from freescale.train.journal import damaged_lines, entries, figure
+from freescale.train.metrics_logger import count_damaged_lines, entry_value, read_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Found:
     folder: Path
     recorded: records.RunRecord | None
     """None before the first interval was recorded."""
-    noted: curves.Run
+    noted: curves.RunMetrics
 
     @cached_property
     def summary(self) -> Summary | None:
@@ -68,7 +68,7 @@ class _Found:
     @property
     def lead(self) -> str:
         """The run in a line or two."""
-        told = [curves.headline(self.noted)] if self.noted.noted else []
+        told = [curves.headline(self.noted)] if self.noted.entries else []
         told += [] if self.summary is None else [headline(self.summary)]
         return "\n".join(told)
 
@@ -107,7 +107,9 @@ def _tell_how_it_was_lost(run: Path) -> None:
 def _read(options: Options, prog: str) -> list[_Found]:
     if options.from_kineto is not None and not options.runs:
         traces, folder = read_traces(options.from_kineto), options.from_kineto
-        return [_Found(folder, records.from_steps(traces.steps, traces.clock_bound), curves.Run(str(folder), []))]
+        return [
+            _Found(folder, records.from_steps(traces.steps, traces.clock_bound), curves.RunMetrics(str(folder), []))
+        ]
     if options.from_kineto is not None or len(options.runs) not in (1, 2):
         remedy = f"see {prog} --help"
         raise UsageError("name one run, two runs to compare, or --from-kineto and a folder", remedy=remedy)
@@ -116,15 +118,15 @@ def _read(options: Options, prog: str) -> list[_Found]:
 
 def _found(run: Path) -> _Found:
     """A run that was ended before the first interval has metrics only."""
-    noted = curves.Run(str(run), list(entries(run)), damaged_lines(run))
-    recorded = records.read(run) if records.is_recorded(run) or not noted.noted else None
+    noted = curves.RunMetrics(str(run), list(read_entries(run)), count_damaged_lines(run))
+    recorded = records.read(run) if records.is_recorded(run) or not noted.entries else None
     return _Found(run, recorded, noted)
 
 
 def _show(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
     """Print one run and write its files."""
     written, summary, noted = _write(one, steps), one.summary, one.noted
-    say(*([curves.headline(noted)] if noted.noted else []), *_recoveries(noted))
+    say(*([curves.headline(noted)] if noted.entries else []), *_recoveries(noted))
     starts = curves.start_rows(noted)
     if len(starts) > 1:
         print_table("starts", curves.STARTS_HEADER, starts, words=(0, 1, 6))
@@ -137,9 +139,9 @@ def _show(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
     return written
 
 
-def _recoveries(run: curves.Run) -> Iterator[str]:
+def _recoveries(run: curves.RunMetrics) -> Iterator[str]:
     """How often ranks were started again, and how long it took until they had done a step."""
-    if took := [figure(entry, "seconds", 0.0) for entry in run.noted if entry["kind"] == "recovery"]:
+    if took := [entry_value(entry, "seconds", 0.0) for entry in run.entries if entry["kind"] == "recovery"]:
         yield f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s"
 
 
@@ -149,7 +151,7 @@ def _write(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
         remedy = f"choose from {', '.join(map(str, samples))}" if samples else "leave out --steps"
         raise UsageError(f"step {unknown[0]} was not kept whole", where=str(one.folder), remedy=remedy)
     folder = one.folder / records.FOLDER
-    sections = curves.training([one.noted]) if one.noted.noted or one.noted.damaged else []
+    sections = curves.training_sections([one.noted]) if one.noted.entries or one.noted.damaged else []
     sections += [] if one.recorded is None else report_sections(one.recorded, steps or representative_steps(samples))
     written = {"page": folder / "report.html", "trace": folder / "trace.json"}
     write_page(written["page"], page.document(str(one.folder), one.lead, *sections))
@@ -162,7 +164,7 @@ def _one_as_json(options: Options, one: _Found) -> dict[str, Any]:
 
 
 def _figures(one: _Found) -> dict[str, Any]:
-    summary, training = one.summary, curves.figures(one.noted) if one.noted.noted else {}
+    summary, training = one.summary, curves.training_values(one.noted) if one.noted.entries else {}
     if summary is None:
         return training
     causes = {line.cause: {n: v for n, v in line._asdict().items() if n != "cause"} for line in summary.lines}
@@ -176,7 +178,9 @@ def _compare(one: _Found, two: _Found) -> dict[str, Path]:
     if compared:
         print_table("ms per step", ["cause", str(one.folder), str(two.folder), "difference", "ratio"], compared)
     names = _short_names(one.folder, two.folder)
-    sections = curves.training([found.noted._replace(name=name) for found, name in zip((one, two), names, strict=True)])
+    sections = curves.training_sections(
+        [found.noted._replace(name=name) for found, name in zip((one, two), names, strict=True)]
+    )
     if compared:
         shown = page.table(["cause", *names, "difference", "ratio"], compared)
         sections.append(page.section("Causes", "Milliseconds per step, mean of all ranks.", shown))

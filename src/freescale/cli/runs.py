@@ -10,7 +10,7 @@ import tyro
 
 from freescale.bubbles import flight_recorder
 from freescale.cli.options import Flag, parse, print_json, print_table, say
-from freescale.train.journal import FILE, entries
+from freescale.train.metrics_logger import METRICS_FILE, read_entries
 
 _BEST = {"ndcg@10": max, "ne": min}
 """Metrics that tell how good a model is, and which of two values is the better one."""
@@ -46,8 +46,8 @@ class Run:
 def run(argv: Sequence[str], prog: str) -> int:
     """Print the list."""
     options = parse(Options, argv, prog)
-    folders = [path for path in options.folder.glob("*") if (path / FILE).exists() and not path.is_symlink()]
-    found = [_look_at(path) for path in sorted(folders, key=lambda path: (path / FILE).stat().st_mtime)]
+    folders = [path for path in options.folder.glob("*") if (path / METRICS_FILE).exists() and not path.is_symlink()]
+    found = [_look_at(path) for path in sorted(folders, key=lambda path: (path / METRICS_FILE).stat().st_mtime)]
     if options.json:
         print_json([asdict(one) for one in found])
         return 0
@@ -62,9 +62,9 @@ def run(argv: Sequence[str], prog: str) -> int:
 
 
 def _look_at(folder: Path) -> Run:
-    noted = list(entries(folder))
+    noted = list(read_entries(folder))
     trained = [entry for entry in noted if entry["kind"] == "train"]
-    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / FILE).stat().st_mtime))
+    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / METRICS_FILE).stat().st_mtime))
     step, loss = (trained[-1]["step"], trained[-1].get("loss")) if trained else (0, None)
     return Run(
         folder.name, _state(folder, noted), step, loss if isinstance(loss, float) else None, _best(noted), changed

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from freescale.checkpoint.lock import RunLock
+from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import Flag
 from freescale.errors import storage_errors
-from freescale.launch import launched_instead
+from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
 if TYPE_CHECKING:
-    from freescale.train.saved import Saved
+    from freescale.train.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +34,25 @@ class RunOptions:
 
 
 def on_ranks(
-    options: RunOptions, words: Sequence[str], work: Callable[["Saved"], None], *, out: Path | None = None
+    options: RunOptions, words: Sequence[str], work: Callable[["TrainedModel"], None], *, out: Path | None = None
 ) -> int:
     """Open the run on every rank and let each do its part of the work. `out`: the folder that it writes."""
     preflight.use(options.run, options.data)
     with RunLock(out or options.run) as lock:
-        code = launched_instead(words, ranks=options.nproc, lock=lock if out is not None else None)
+        code = launch_ranks(words, nproc=options.nproc, lock=lock if out is not None else None)
         return code if code is not None else _open_and_work(options, work, out)
 
 
-def _open_and_work(options: RunOptions, work: Callable[["Saved"], None], out: Path | None) -> int:
+def _open_and_work(options: RunOptions, work: Callable[["TrainedModel"], None], out: Path | None) -> int:
     """What every rank does."""
     with progress("starting"):
-        from freescale.train.saved import config_of, open_run
+        from freescale.train.trained_model import load_config, load_trained_model
         from freescale.transport.world import destroy_world, init_world
 
-        config = config_of(options.run, options.data)
+        config = load_config(options.run, options.data)
         world = init_world(timeout=config.train.timeout)
     with progress(f"loading {options.run}"):
-        saved = open_run(options.run, config, world)
+        saved = load_trained_model(options.run, config, world)
     with storage_errors(out) if out is not None else nullcontext():
         work(saved)
     destroy_world()

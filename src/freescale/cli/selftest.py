@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
-from freescale.launch import launched_instead
+from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
 _DEADLINE = 60.0
@@ -31,7 +31,7 @@ class Options:
 def run(argv: Sequence[str], prog: str) -> int:
     """Check everything and print what became of each."""
     options = parse(Options, argv, prog)
-    if (code := launched_instead(["selftest", *argv], ranks=options.nproc)) is not None:
+    if (code := launch_ranks(["selftest", *argv], nproc=options.nproc)) is not None:
         return code
     with progress("starting"):
         from freescale.train.selftest import Selftest

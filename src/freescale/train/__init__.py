@@ -1,1 +1,1 @@
-"""A training run: one step (`step`), the loop around it (`trainer`), and the only place that wires rooms (`build`)."""
+"""A training run: the operations of a step (`step`), the loop around it (`trainer`), and its wiring (`build`)."""

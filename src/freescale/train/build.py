@@ -1,70 +1,76 @@
-"""From a config to a trainer: the only place that knows all the rooms."""
+"""From a config to a trainer, and from a trainer to a run in its folder. The only module that wires all packages.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+runs/NAME/config.toml         the whole config
+runs/NAME/config.step-N.toml  the config up to step N, where a resume changed it
+runs/NAME/metrics.jsonl       see `train.metrics_logger`
+runs/NAME/checkpoints/        see `checkpoint.checkpoints`
+runs/latest                   a link to the newest run
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from freescale import config as configs
 from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches, Batches
 from freescale.balance.sample_exchange import Exchange
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.step_profiler import StepProfiler
+from freescale.checkpoint import checkpoints
+from freescale.checkpoint.run_folder import require_start
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
-from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
-from freescale.embedding.tables import ReplicatedTables, Table
-from freescale.errors import DataError
+from freescale.errors import INTERRUPTED, DataError, UsageError
 from freescale.log import warning_once
 from freescale.models.protocol import Model
-from freescale.models.ranking import Ranking
-from freescale.models.retrieval import Retrieval
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
-from freescale.train.evaluate import evaluation_of, require_labels
-from freescale.train.journal import Journal
-from freescale.train.network import Network, data_parallel
-from freescale.train.saving import Parts
+from freescale.progress import progress
+from freescale.train.checkpoint_manager import TrainerComponents
+from freescale.train.evaluation import build_evaluation, require_labels
+from freescale.train.metrics_logger import MetricsLogger
+from freescale.train.sharded_model import build_model, build_optimizer, build_sharded_model, data_parallel
 from freescale.train.step import Step
 from freescale.train.trainer import Trainer
-from freescale.transport.base import Transport
 from freescale.transport.selection import TransportSelection, select_transports, transport_for_samples
-from freescale.transport.world import World
+from freescale.transport.world import World, destroy_world, restart_count
 
-_STEPS_PER_INTERVAL = 16  # of bubbles, at least: shorter ones would cost more than they tell
-_MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """A model and its tables, over all ranks."""
-
-    network: Network
-    tables: ShardedTables | None
-    plan: list[str]
-    """What lives where and what it costs, for people."""
+_MIN_STEPS_PER_INTERVAL = 16  # of bubbles: shorter intervals cost more than they are worth
 
 
-def assemble(config: RunConfig, world: World, model: Model, transport: Transport | None = None) -> Assembly:
-    """Give a model its tables and bring both to this rank's device. `transport`: for rows, if not the world's."""
-    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
-    tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
-    if config.tables.placement == "replicated":
-        replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
-        network = Network(model, replicated).to(world.device, dtype)
-        return Assembly(network, None, describe_replicated_tables(tables, dtype))
-    sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
-    return Assembly(
-        Network(model, None).to(world.device, dtype), sharded, describe_sharded_tables(sharded, world.world_size)
-    )
-
-
-def model_of(config: RunConfig, *, items: int) -> Model:
-    """The model that the config names, with the weights that its seed gives."""
-    torch.manual_seed(config.seed)
-    return _MODELS[config.task.kind](config, items=items)
+def train(
+    config: RunConfig,
+    world: World,
+    folder: Path,
+    *,
+    resume: bool,
+    accept_changes: bool = False,
+    tensorboard: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Train a config in a folder; returns the exit code of the command."""
+    newest = checkpoints.newest(folder / "checkpoints", world.transport)
+    restarted = restart_count() > 0
+    if not restarted:
+        require_start(folder, newest, resume=resume)
+    with progress("building the model"):
+        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
+    if newest is not None:
+        trainer.checkpoints.resume(partial(_review, trainer.components, accept_changes=accept_changes))
+    elif restarted:
+        trainer.checkpoints.continue_from_here("there is no checkpoint yet: training begins again")
+    if world.is_rank_zero:
+        _save_config(config, folder / "config.toml", step=trainer.progress.done)
+        _link_latest(folder)
+    finished = trainer.fit()
+    trainer.close(finished=finished)
+    destroy_world()
+    return 0 if finished else INTERRUPTED
 
 
 def build(
@@ -76,52 +82,53 @@ def build(
     tensorboard: bool = False,
     quiet: bool = False,
 ) -> Trainer:
-    """Wire a run. `model`: one's own, instead of the one that the config names; it is trained, not evaluated.
+    """Build a trainer. `model`: a custom model instead of the config's; it is trained, not evaluated.
 
-    `quiet`: it tells nothing while it goes; its files tell all.
+    `quiet`: print nothing; the files are written all the same.
     """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
     loader = Loader(
         config.data, seed=config.seed, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine
     )
     _require_columns(config, loader)
-    ways = _ways(config, world, loader)
-    assembly = assemble(config, world, model or model_of(config, items=loader.vocabulary.rows), ways.urgent)
+    transports = _select_transports(config, world, loader)
+    model_or_default = model or build_model(config, items=loader.vocabulary.rows)
+    sharded = build_sharded_model(config, world, model_or_default, transports.urgent)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
-    every = max(config.train.log_every, _STEPS_PER_INTERVAL)
-    bubbles = StepProfiler(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
-    world.transport.add_tracer(bubbles.recorder.begin_transfer)
-    ways.urgent.add_tracer(bubbles.recorder.begin_transfer)
-    parallel = data_parallel(assembly.network, world, bubbles.recorder)
-    optimizer = optimizer_of(config, assembly.network.parameters())
-    schedule = _schedule(config, overlaps=ways.deferred is not None)
-    step = Step(parallel, assembly.tables, optimizer, schedule, world, bubbles.recorder, ways, config.train)
-    cost = _cost(config, model)
-    batches, planner = _balanced(config, world, loader, cost, bubbles.recorder, ways.name)
-    parts = Parts(
+    every = max(config.train.log_every, _MIN_STEPS_PER_INTERVAL)
+    profiler = StepProfiler(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
+    world.transport.add_tracer(profiler.recorder.begin_transfer)
+    transports.urgent.add_tracer(profiler.recorder.begin_transfer)
+    parallel = data_parallel(sharded.module, world, profiler.recorder)
+    optimizer = build_optimizer(config, sharded.module.parameters())
+    schedule = _build_schedule(config, overlaps=transports.deferred is not None)
+    step = Step(parallel, sharded.tables, optimizer, schedule, world, profiler.recorder, transports, config.train)
+    cost = _build_cost(config, model)
+    batches, planner = _balance(config, world, loader, cost, profiler.recorder, transports.name)
+    components = TrainerComponents(
         config=config,
         world=world,
         loader=batches,
         planner=planner,
         steps=steps,
-        network=assembly.network,
-        tables=assembly.tables,
+        module=sharded.module,
+        tables=sharded.tables,
         optimizer=optimizer,
         step=step,
-        bubbles=bubbles,
+        profiler=profiler,
         cost=cost,
         data=loader.identity,
-        evaluate=None if model else evaluation_of(config, world, assembly.network, assembly.tables),
+        evaluate=None if model else build_evaluation(config, world, sharded.module, sharded.tables),
     )
-    journal = Journal(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
-    for line in [*assembly.plan, *ways.reasons]:
-        journal.say(line)
-    return Trainer(parts, folder, journal)
+    metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
+    for line in [*sharded.plan, *transports.reasons]:
+        metrics.print_line(line)
+    return Trainer(components, folder, metrics)
 
 
-def _ways(config: RunConfig, world: World, loader: Loader) -> TransportSelection:
-    """What moves rows between ranks, if any have to move."""
+def _select_transports(config: RunConfig, world: World, loader: Loader) -> TransportSelection:
+    """Select what moves embedding rows. Replicated tables move none."""
     if config.tables.placement == "replicated":
         return TransportSelection(world.transport, None, [])
     manifest = loader.dataset.manifest
@@ -131,46 +138,70 @@ def _ways(config: RunConfig, world: World, loader: Loader) -> TransportSelection
     return select_transports(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
 
 
-def _schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
-    """In which order a step is done, proven safe."""
+def _build_schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
+    """Return the schedule of a step, checked for hazards."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
     return require_safe(overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts))
 
 
-def _cost(config: RunConfig, model: Model | None) -> Cost:
-    """As measured, else as counted. One's own model is taken to cost what its tokens do."""
+def _build_cost(config: RunConfig, model: Model | None) -> Cost:
+    """Return the measured cost model, else one from the config. A custom model costs one unit per token."""
     if config.balance.cost:
         return Cost(*config.balance.cost)
     return Cost.of_model(config.model) if model is None else Cost(token=1.0)
 
 
-def _balanced(
-    config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder, way: str
+def _balance(
+    config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder, transport_name: str
 ) -> tuple[Batches, Planner | None]:
-    """Batches, and what plans them where there is somebody to balance with."""
+    """Return the balanced batches and their planner; the loader itself if there is nothing to balance."""
     if config.balance.mode == "off" or world.world_size == 1:
         return loader, None
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
-    transport, hosts = transport_for_samples(way, timeout=config.train.timeout)
+    transport, hosts = transport_for_samples(transport_name, timeout=config.train.timeout)
     planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
     transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
     return BalancedBatches(loader, Exchange(transport, planner)), planner
 
 
-def optimizer_of(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Of the dense part."""
-    train = config.train
-    if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)
-    betas = (train.beta1, train.beta2)
-    return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
-
-
 def _require_columns(config: RunConfig, loader: Loader) -> None:
     """Refuse data that the task cannot use, before anything is built."""
     if not loader.vocabulary.items:
-        what = "nobody counted the items of this data set, so the size of the table is unknown"
-        remedy = f"count them: freescale data import histories {config.data.path} NEW_FOLDER"
+        what = "this data set has no item count, so the size of the item table is unknown"
+        remedy = f"count the items: freescale data import histories {config.data.path} NEW_FOLDER"
         raise DataError(what, where=config.data.path, remedy=remedy)
     require_labels(config, loader, "the data")
+
+
+def _review(components: TrainerComponents, checkpoint: Path, facts: Mapping[str, Any], *, accept_changes: bool) -> None:
+    """Log what differs from the config of a checkpoint; refuse what would change the training result."""
+    changes = configs.differences(configs.parse(facts["config"], where=str(checkpoint)), components.config)
+    if components.world.is_rank_zero and changes:
+        warning_once(f"resuming with a changed config: {', '.join(map(str, changes))}")
+    changed = [str(change) for change in changes if change.changes_result]
+    if "data" in facts and components.data.contents != facts["data"]["contents"]:
+        changed.append(f"the contents of {components.config.data.path}")
+    if changed and not accept_changes:
+        what = f"resuming would change the training result: {', '.join(changed)}"
+        remedy = "leave these out to continue the same training, or add --accept-changes to continue with them"
+        raise UsageError(what, where=str(checkpoint), remedy=remedy)
+
+
+def _save_config(config: RunConfig, path: Path, *, step: int) -> None:
+    """Write the config. A config that it replaces is kept under the step up to which it was used."""
+    if path.exists() and configs.differences(configs.load(path), config):
+        path.replace(path.with_name(f"config.step-{step:08d}.toml"))
+    configs.save(config, path)
+
+
+def _link_latest(folder: Path) -> None:
+    """Let `latest` point to a run, atomically: several runs may end at the same time."""
+    run = folder.resolve()  # --out may be `latest` itself
+    link = run.with_name(f".latest-{os.getpid()}")
+    with contextlib.suppress(OSError):  # some file systems have no links
+        link.symlink_to(run.name)
+        try:
+            link.replace(run.with_name("latest"))
+        finally:
+            link.unlink(missing_ok=True)

@@ -1,48 +1,50 @@
-"""The part of a page that shows how a training went: its figures over the steps, and its starts. Pure.
+"""The part of a report that shows how a training went: curves over the steps, and the starts. Pure.
 
-Of one run, figures that belong together share a chart. Of several runs, every figure has a chart with a line per run.
+For one run, related metrics share a chart. For several runs, every metric has a chart with a line per run.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from freescale import page
-from freescale.train.journal import figure
-from freescale.train.starts import Start, repeated_steps, starts_of
+from freescale.train.metrics_logger import entry_value
 
-_BESIDE = ("kind", "step", "time", "users")
-"""What an evaluation notes beside its metrics."""
-_LOG_FROM = 100.0
-"""How many times the least value the largest one is when a chart of norms becomes logarithmic."""
+_NOT_METRICS = ("kind", "step", "time", "users")
+"""Keys of an evaluate entry that are not metrics."""
+_LOG_RATIO = 100.0
+"""Ratio of the largest to the smallest value from which a chart of norms is logarithmic."""
 _GREY = "#5a5a5a"
 STARTS_HEADER = ["start", "at", "ranks", "from step", "to step", "time", "why"]
+_MAX_TIME = 1e11
+"""Unix seconds in the far future: larger values are damage."""
 
 
-class Run(NamedTuple):
-    """A run and what it noted."""
+class RunMetrics(NamedTuple):
+    """A run and the entries of its metrics."""
 
     name: str
-    noted: Sequence[dict[str, Any]]
+    entries: Sequence[dict[str, Any]]
     damaged: int = 0
-    """Lines of its file that could not be read."""
+    """Damaged lines of its file."""
 
 
 class _Chart(NamedTuple):
-    """Figures of train entries that are drawn together."""
+    """Metrics of train entries that share a chart."""
 
     title: str
     names: dict[str, str]
-    """Of each figure, what it is called in the legend."""
+    """Label of each metric in the legend."""
     percent: bool = False
     tight: bool = False
     log: bool = False
-    """Logarithmic if the values are far apart."""
+    """Logarithmic from a ratio of _LOG_RATIO."""
 
 
-class _Steps(NamedTuple):
-    """What all charts of a page span, and where ranks were restarted."""
+class _StepAxis(NamedTuple):
+    """The range of steps of all charts of a page, and the restarts."""
 
     first: int
     last: int
@@ -70,50 +72,100 @@ _CHARTS = (
 )
 
 
-def headline(run: Run) -> str:
-    """How far a training came, in a sentence."""
-    starts, trained = starts_of(run.noted), _of_kind(run, "train")
+@dataclass
+class Start:
+    """The time from one start of the ranks to the next."""
+
+    step: int
+    """Steps done before it."""
+    world_size: int
+    """0 if unknown."""
+    reason: str
+    began: float
+    """Unix seconds; 0 if unknown."""
+    until: float
+    """Time of its last entry."""
+    reached: int
+    """Step of its last entry, even if a later start computed it again."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it trained; 0 if unknown."""
+        return max(0.0, self.until - self.began) if self.began else 0.0
+
+
+def find_starts(entries: Iterable[Mapping[str, Any]]) -> list[Start]:
+    """Return all starts in order. If the first entries are missing, the first start has no details."""
+    starts: list[Start] = []
+    for entry in entries:
+        step, at = entry["step"], _time(entry)
+        if entry["kind"] == "start":
+            world_size, reason = int(entry_value(entry, "world_size", 0)), str(entry.get("reason", ""))
+            starts.append(Start(step, world_size, reason, at, at, step))
+            continue
+        if not starts:
+            starts.append(Start(0, 0, "", 0.0, 0.0, 0))
+        last = starts[-1]
+        last.reached = max(last.reached, step, int(entry_value(entry, "reached", 0)))
+        last.until = max(last.until, at)
+    return starts
+
+
+def _time(entry: Mapping[str, Any]) -> float:
+    at = entry_value(entry, "time", 0.0)
+    return at if 0.0 < at < _MAX_TIME else 0.0
+
+
+def repeated_steps(entries: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many logged steps were computed again after a restart or a rollback."""
+    rewinds = (entry for entry in entries if entry["kind"] == "rewind")
+    return sum(max(0, int(entry_value(entry, "reached", 0)) - entry["step"]) for entry in rewinds)
+
+
+def headline(run: RunMetrics) -> str:
+    """Return the progress of a training in one sentence."""
+    starts, trained = find_starts(run.entries), _of_kind(run, "train")
     if not starts:
         return "metrics.jsonl holds no entries"
-    value = figure(trained[-1], "loss") if trained else math.nan
+    value = entry_value(trained[-1], "loss") if trained else math.nan
     loss = f", loss {value:.4f}" if math.isfinite(value) else ", loss not finite" if trained else ""
-    step = max((entry["step"] for entry in run.noted if entry["kind"] != "rewind"), default=0)
-    seconds, again = sum(start.seconds for start in starts), repeated_steps(run.noted)
+    step = max((entry["step"] for entry in run.entries if entry["kind"] != "rewind"), default=0)
+    seconds, again = sum(start.seconds for start in starts), repeated_steps(run.entries)
     took = f", {_duration(seconds)}" if seconds else ""
     repeated = f", {again:,} steps computed again" if again else ""
     return f"step {step:,}{loss}; {_count(len(starts), 'start')}{took}{repeated}"
 
 
-def figures(run: Run) -> dict[str, Any]:
-    """The same and every start, for programs."""
-    starts = starts_of(run.noted)
+def training_values(run: RunMetrics) -> dict[str, Any]:
+    """Return the starts and their totals for JSON output."""
+    starts = find_starts(run.entries)
     return {
         "starts": [vars(start) | {"seconds": start.seconds} for start in starts],
         "restarts": max(0, len(starts) - 1),
         "seconds": sum(start.seconds for start in starts),
-        "repeated_steps": repeated_steps(run.noted),
+        "repeated_steps": repeated_steps(run.entries),
     }
 
 
-def training(runs: Sequence[Run]) -> list[str]:
-    """The sections of a page: charts of all figures that any of the runs noted, and the starts."""
-    charts = list(_compared(runs) if len(runs) > 1 else _of_one(runs[0]))
+def training_sections(runs: Sequence[RunMetrics]) -> list[str]:
+    """Return the sections of a page: charts of all metrics of the runs, and their starts."""
+    charts = list(_charts_of_several(runs) if len(runs) > 1 else _charts_of_one(runs[0]))
     rows = [row for run in runs for row in start_rows(run, named=len(runs) > 1)]
     restarted = len(rows) > len(runs)
-    text = "Point at a chart to read its values." if charts else "No figures were noted yet."
+    text = "Point at a chart to read its values." if charts else "No metrics were logged yet."
     text += " Dashed lines are restarts, numbered as in the table below." if charts and restarted else ""
     sections = [page.section("Training", text, page.grid(charts))]
     for run in runs:
         if run.damaged:
             sections.append(page.section("Damaged lines", f"{_count(run.damaged, 'line')} of {run.name} left out."))
     if restarted:
-        text = "A run that is resumed or restarted goes on from a checkpoint; steps beyond it are computed again."
+        text = "A resumed or restarted run continues from a checkpoint; later steps are computed again."
         sections.append(page.section("Starts", text, page.table(STARTS_HEADER, rows, words=(0, 1, 6))))
     return sections
 
 
-def start_rows(run: Run, *, named: bool = False) -> list[list[str]]:
-    """A line per start."""
+def start_rows(run: RunMetrics, *, named: bool = False) -> list[list[str]]:
+    """Return a table row per start."""
     before = f"{run.name}: " if named else ""
     return [
         [
@@ -125,21 +177,21 @@ def start_rows(run: Run, *, named: bool = False) -> list[list[str]]:
             _duration(start.seconds) if start.began else "",
             start.reason,
         ]
-        for number, start in enumerate(starts_of(run.noted), start=1)
+        for number, start in enumerate(find_starts(run.entries), start=1)
     ]
 
 
-def _of_one(run: Run) -> Iterator[str]:
-    over, trained = _steps([run], [_GREY]), _of_kind(run, "train")
+def _charts_of_one(run: RunMetrics) -> Iterator[str]:
+    axis, trained = _step_axis([run], [_GREY]), _of_kind(run, "train")
     for chart in _CHARTS:
-        series = [_series(said, trained, name) for name, said in chart.names.items()]
-        yield from _drawn(chart, series, over)
+        series = [_series(label, trained, name) for name, label in chart.names.items()]
+        yield from _draw(chart, series, axis)
         if chart.names.keys() == {"loss"}:
-            yield from _evaluations(run, over)
+            yield from _evaluation_charts(run, axis)
 
 
-def _evaluations(run: Run, over: _Steps) -> Iterator[str]:
-    """A chart per family of metrics, such as hr@10 and hr@50."""
+def _evaluation_charts(run: RunMetrics, axis: _StepAxis) -> Iterator[str]:
+    """Yield a chart per family of metrics, such as hr@10 and hr@50."""
     evaluated = _of_kind(run, "evaluate")
     families: dict[str, list[str]] = {}
     for name in _metrics(run):
@@ -147,76 +199,76 @@ def _evaluations(run: Run, over: _Steps) -> Iterator[str]:
     for family, names in families.items():
         series = [_series(name, evaluated, name) for name in names]
         title = f"Evaluation: {names[0] if len(names) == 1 else family}"
-        yield from _drawn(_Chart(title, {}, tight=True), series, over)
+        yield from _draw(_Chart(title, {}, tight=True), series, axis)
 
 
-def _compared(runs: Sequence[Run]) -> Iterator[str]:
+def _charts_of_several(runs: Sequence[RunMetrics]) -> Iterator[str]:
     colours = list(page.assign_colours([str(place) for place in range(len(runs))]).values())
-    over = _steps(runs, colours)
+    axis = _step_axis(runs, colours)
     metrics = list(dict.fromkeys(name for run in runs for name in _metrics(run)))
     for chart in _CHARTS:
-        for name, said in chart.names.items():
-            title = chart.title if len(chart.names) == 1 else f"{chart.title}: {said}"
+        for name, label in chart.names.items():
+            title = chart.title if len(chart.names) == 1 else f"{chart.title}: {label}"
             series = [_series(run.name, _of_kind(run, "train"), name) for run in runs]
-            yield from _drawn(chart._replace(title=title), series, over)
+            yield from _draw(chart._replace(title=title), series, axis)
         if chart.names.keys() == {"loss"}:
             for name in metrics:
                 series = [_series(run.name, _of_kind(run, "evaluate"), name) for run in runs]
-                yield from _drawn(_Chart(f"Evaluation: {name}", {}, tight=True), series, over)
+                yield from _draw(_Chart(f"Evaluation: {name}", {}, tight=True), series, axis)
 
 
-def _drawn(chart: _Chart, series: Sequence[page.Series], over: "_Steps") -> Iterator[str]:
-    """A figure of the lines that have points; none where no line has any."""
-    shown = [one for one in series if one.x]
+def _draw(chart: _Chart, series: Sequence[page.Series], axis: _StepAxis) -> Iterator[str]:
+    """Yield a chart of the lines that have points, if any."""
+    shown = [line for line in series if line.x]
     if not shown:
         return
-    colours = page.assign_colours([one.name for one in series])
-    seen = {one.name: colours[one.name] for one in shown}
-    values = [value for one in shown for value in one.y]
+    colours = page.assign_colours([line.name for line in series])
+    legend = {line.name: colours[line.name] for line in shown}
+    values = [value for line in shown for value in line.y]
     finite = [value for value in values if math.isfinite(value)]
-    log = chart.log and min(finite, default=0.0) > 0 and max(finite) > _LOG_FROM * min(finite)
-    lost = len(values) - len(finite)
-    note = f"{_count(lost, 'value')} of {len(values):,} not finite, left out" if lost else ""
+    log = chart.log and min(finite, default=0.0) > 0 and max(finite) > _LOG_RATIO * min(finite)
+    omitted = len(values) - len(finite)
+    note = f"{_count(omitted, 'value')} of {len(values):,} not finite, left out" if omitted else ""
     y = page.Axis("", log=log, percent=chart.percent, tight=chart.tight)
-    keys = [page.legend(seen)] if len(series) > 1 else []
+    keys = [page.legend(legend)] if len(series) > 1 else []
     x = page.Axis("step", tight=True, whole=True)
-    drawn = page.curve_chart(shown, seen, x, y, marks=over.marks, spans=(over.first, over.last))
-    yield page.figure(chart.title, drawn, *keys, note=note)
+    drawing = page.curve_chart(shown, legend, x, y, marks=axis.marks, spans=(axis.first, axis.last))
+    yield page.figure(chart.title, drawing, *keys, note=note)
 
 
-def _series(name: str, noted: Sequence[dict[str, Any]], key: str) -> page.Series:
-    points = [(float(entry["step"]), figure(entry, key)) for entry in noted if key in entry]
+def _series(name: str, entries: Sequence[dict[str, Any]], key: str) -> page.Series:
+    points = [(float(entry["step"]), entry_value(entry, key)) for entry in entries if key in entry]
     return page.Series(name, [x for x, _ in points], [y for _, y in points])
 
 
-def _steps(runs: Sequence[Run], colours: Sequence[str]) -> _Steps:
-    steps = [entry["step"] for run in runs for entry in run.noted if entry["kind"] in ("start", "train", "evaluate")]
+def _step_axis(runs: Sequence[RunMetrics], colours: Sequence[str]) -> _StepAxis:
+    steps = [entry["step"] for run in runs for entry in run.entries if entry["kind"] in ("start", "train", "evaluate")]
     marks = [mark for run, colour in zip(runs, colours, strict=True) for mark in _marks(run, colour)]
-    return _Steps(min(steps, default=0), max(steps, default=0), marks)
+    return _StepAxis(min(steps, default=0), max(steps, default=0), marks)
 
 
-def _marks(run: Run, colour: str) -> list[page.Mark]:
-    """Every start but the first."""
+def _marks(run: RunMetrics, colour: str) -> list[page.Mark]:
+    """Return a mark per start but the first."""
     return [
-        page.Mark(float(start.step), str(number), _said(run.name, number, start), colour)
-        for number, start in enumerate(starts_of(run.noted), start=1)
+        page.Mark(float(start.step), str(number), _describe(run.name, number, start), colour)
+        for number, start in enumerate(find_starts(run.entries), start=1)
         if number > 1
     ]
 
 
-def _said(name: str, number: int, start: Start) -> str:
+def _describe(name: str, number: int, start: Start) -> str:
     world_size = f" on {_count(start.world_size, 'rank')}" if start.world_size else ""
     return f"{name}, start {number} from step {start.step:,}{world_size}: {start.reason}"
 
 
-def _metrics(run: Run) -> list[str]:
-    """Names of everything that an evaluation measured."""
+def _metrics(run: RunMetrics) -> list[str]:
+    """Return the names of all metrics of evaluate entries."""
     values = (pair for entry in _of_kind(run, "evaluate") for pair in entry.items())
-    return list(dict.fromkeys(n for n, value in values if n not in _BESIDE and type(value) in (int, float)))
+    return list(dict.fromkeys(n for n, value in values if n not in _NOT_METRICS and type(value) in (int, float)))
 
 
-def _of_kind(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [entry for entry in run.noted if entry["kind"] == kind]
+def _of_kind(run: RunMetrics, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in run.entries if entry["kind"] == kind]
 
 
 def _count(number: int, what: str) -> str:

@@ -22,9 +22,9 @@ from freescale.embedding.prioritized import EmbeddingContext, RowOperations, req
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Completion
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.train.network import Network, backward
-from freescale.train.numbers import Judge, are_finite, culprits
+from freescale.train.nonfinite import GradNormMonitor, are_finite, nonfinite_samples
 from freescale.train.schedule_runner import Perform, S, ScheduleRunner
+from freescale.train.sharded_model import SequenceModule, backward
 from freescale.transport.selection import TransportSelection
 from freescale.transport.world import World
 
@@ -139,8 +139,8 @@ class Step:
         config: TrainConfig,
     ) -> None:
         self._parallel, self._optimizer, self._world, self._transports = parallel, optimizer, world, transports
-        self._network: Network = parallel.module
-        self._recorder, self._config, self.grad_norm_monitor = recorder, config, Judge(config.spike)
+        self._module: SequenceModule = parallel.module
+        self._recorder, self._config, self.grad_norm_monitor = recorder, config, GradNormMonitor(config.spike)
         self.nonfinite_samples: list[int] = []
         """Samples of this rank with a NaN or infinite loss or gradient, until the trainer has handled them."""
         self.partially_applied = False
@@ -159,7 +159,7 @@ class Step:
         state = self._runner.executor.prefetched
         if state is None or state.batch is not batch:
             state = StepState(batch, stop)
-        state.rates, state.embedding.lr = rates, dict.fromkeys(self._network.model.tables, rates.tables)
+        state.rates, state.embedding.lr = rates, dict.fromkeys(self._module.model.tables, rates.tables)
         after = None if following is None else StepState(following, stop, EmbeddingContext(previous=state.embedding))
         self._runner.run(state, after)
         return state
@@ -167,9 +167,9 @@ class Step:
     def prepare(self, state: StepState, _: Operation) -> None:
         """Lay out the batch and find the distinct ids whose rows it needs."""
         batch = state.batch.to(self._world.device)
-        state.inputs = [self._network.model.prepare(part) for part in batch.split(self._config.micro_batches)]
+        state.inputs = [self._module.model.prepare(part) for part in batch.split(self._config.micro_batches)]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
-        state.unique_ids = self._network.wanted([inputs.ids for inputs in state.inputs])
+        state.unique_ids = self._module.unique_ids([inputs.ids for inputs in state.inputs])
         state.embedding.unique_ids = state.unique_ids[0]
 
     def agree(self, state: StepState, operation: Operation) -> None:
@@ -211,11 +211,11 @@ class Step:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the tables contain the updates of all steps."""
         self._runner.executor.synchronize()
 
-    def forget(self) -> None:
+    def discard_prefetched(self) -> None:
         """Drop prefetched rows and records of non-finite values, before the trainer goes back to a checkpoint."""
         self._runner.executor.discard_prefetched()
         self.nonfinite_samples, self.partially_applied = [], False
@@ -254,7 +254,7 @@ class Step:
         state.embedding.skip_update = bool(state.fault)
         if state.fault or not state.finite:
             batch = state.batch.to(self._world.device)
-            self.nonfinite_samples += culprits(self._network, batch, state.embedding.rows)
+            self.nonfinite_samples += nonfinite_samples(self._module, batch, state.embedding.rows)
             self.partially_applied = self.partially_applied or not state.fault
 
     def _gradient_sync(self, part: int) -> contextlib.AbstractContextManager[None]:

@@ -1,5 +1,6 @@
-"""The loop around the step: epochs, learning rates, progress, evaluation, checkpoints, and a clean end when asked."""
+"""The training loop: epochs, learning rates, progress, evaluation, checkpoints, and a clean end on request."""
 
+import math
 import os
 import signal
 import time
@@ -10,194 +11,240 @@ from types import FrameType
 import numpy as np
 import torch
 
+from freescale.config import TrainConfig
 from freescale.data.batch import Batch
+from freescale.errors import DataError
 from freescale.log import info_once
-from freescale.train import rates
-from freescale.train.journal import Journal
-from freescale.train.loss_terms import LossTerms
-from freescale.train.meter import Meter
-from freescale.train.numbers import Fault, Faults, gathered
-from freescale.train.saving import Parts, Progress, Saving
+from freescale.train.checkpoint_manager import CheckpointManager, TrainerComponents, TrainingProgress
+from freescale.train.metrics_logger import MetricsLogger, StepMeter
+from freescale.train.nonfinite import FaultPolicy, NonFiniteFault, gather_samples
 from freescale.train.step import LearningRates, StepState
 from freescale.transport.world import restart_count
 
-_SAME_CTRL_C = 2.0
+_SAME_CTRL_C_SECONDS = 2.0
 
 
 class Trainer:
-    """Trains until the config says that it is enough, or until somebody asks it to stop."""
+    """Trains until the configured number of steps is done, or until it receives a stop request."""
 
-    def __init__(self, parts: Parts, folder: Path, journal: Journal) -> None:
-        self.parts, self.at = parts, Progress(parts.loader.state_dict())
-        self._train, self._journal = parts.config.train, journal
-        self.saving = Saving(parts, self.at, folder, journal)
-        self._faults = Faults(self._train.on_fault)
-        self._stopwatch = parts.planner.stopwatch if parts.planner is not None else None
-        parts.bubbles.on_compute_time = self._stopwatch.took if self._stopwatch is not None else None
-        self._meter = Meter(parts.planner)
-        self._terms = LossTerms(parts)
-        self._asked_at = 0.0
+    def __init__(self, components: TrainerComponents, folder: Path, metrics: MetricsLogger) -> None:
+        self.components, self.progress = components, TrainingProgress(components.loader.state_dict())
+        self._train, self._metrics = components.config.train, metrics
+        self.checkpoints = CheckpointManager(components, self.progress, folder, metrics)
+        self._policy = FaultPolicy(self._train.on_fault)
+        self._stopwatch = components.planner.stopwatch if components.planner is not None else None
+        components.profiler.on_compute_time = self._stopwatch.took if self._stopwatch is not None else None
+        self._meter = StepMeter(components.planner)
+        self._loss_terms = LossTermCounter(components)
+        self._stop_requested_at = 0.0
 
     def fit(self) -> bool:
-        """Train, evaluate and save. Gives whether the run came to its end rather than being stopped."""
-        self._journal.say(self._length())
-        if self.at.done >= self.parts.steps and self.parts.world.is_rank_zero:
-            ended = f"the run is finished at step {self.at.done}, and nothing is left to train"
-            info_once(f"{ended}; raise train.epochs or train.max_steps to continue")
-        self._journal.start(self.at.done, world_size=self.parts.world.world_size, reason=self._start_reason())
+        """Train, evaluate and save. Returns whether the run finished rather than being stopped."""
+        self._metrics.print_line(self._describe_length())
+        done, world = self.progress.done, self.components.world
+        if done >= self.components.steps and world.is_rank_zero:
+            message = f"the run is finished at step {done}, and nothing is left to train"
+            info_once(f"{message}; raise train.epochs or train.max_steps to continue")
+        self._metrics.log_start(done, world_size=world.world_size, reason=self._start_reason())
         before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped = self._run()
-            with self.parts.world.transport.guard("bubbles"):
-                self.parts.bubbles.close()
-            self.saving.close()
+            with world.transport.guard("bubbles"):
+                self.components.profiler.close()
+            self.checkpoints.close()
         finally:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
         return not stopped
 
     def close(self, *, finished: bool = True) -> None:
-        """Say what was set aside and what was held, note how the run ended, and end all output."""
-        self._journal.write({"kind": "end", "step": self.at.done, "finished": finished})
-        for line in [*self.parts.loader.report(), *self.parts.step.report(), *self._terms.report()]:
-            self._journal.say(line)
-        self._journal.close()
+        """Write the end entry, print what was left out and how much memory overlap took, and end all output."""
+        self._metrics.write({"kind": "end", "step": self.progress.done, "finished": finished})
+        components = self.components
+        for line in [*components.loader.report(), *components.step.report(), *self._loss_terms.report()]:
+            self._metrics.print_line(line)
+        self._metrics.close()
 
-    def _length(self) -> str:
-        """How many steps the run has, and what ends it."""
-        steps, per_epoch, train = self.parts.steps, len(self.parts.loader), self._train
+    def _describe_length(self) -> str:
+        """Return how many steps the run has, and what ends it."""
+        steps, per_epoch, train = self.components.steps, len(self.components.loader), self._train
         length = f"{steps:,} steps, {per_epoch:,} per epoch"
         if steps < train.epochs * per_epoch:
             return f"{length}: train.max_steps = {train.max_steps} ends the run before train.epochs = {train.epochs}"
         return length
 
     def _start_reason(self) -> str:
-        """Why training begins or goes on here, for the journal."""
+        """Return why training begins or continues here, for the metrics."""
         if restart_count():
             return os.environ.get("FREESCALE_LOST", "restarted by the launcher")
-        return "resumed" if self.at.done else "new run"
+        return "resumed" if self.progress.done else "new run"
 
     def _run(self) -> bool:
-        if self._train.on_fault != "stop" and not self.at.done:  # or there would be nothing to go back to
-            self.saving.save()
-        while (stopped := self._train_on()) is None:
-            self._go_back()
-        self.parts.step.close()
-        if stopped and self.at.done < self.parts.steps:
-            self._journal.say(f"asked to stop: saving step {self.at.done}; --resume continues from here")
-        return stopped and self.at.done < self.parts.steps
+        if self._train.on_fault != "stop" and not self.progress.done:  # a rollback needs a first checkpoint
+            self.checkpoints.save()
+        while (stopped := self._train_until_rollback()) is None:
+            self._roll_back()
+        self.components.step.close()
+        stopped_early = stopped and self.progress.done < self.components.steps
+        if stopped_early:
+            self._metrics.print_line(f"asked to stop: saving step {self.progress.done}; --resume continues from here")
+        return stopped_early
 
-    def _train_on(self) -> bool | None:
-        """Step after step; gives whether somebody asked to stop, or None if training has to go back."""
-        stopped, bubbles, step = False, self.parts.bubbles, self.parts.step
-        bubbles.restart_step()
-        batches = bubbles.iterate("data", self._batches())
-        taken = next(batches, None)
-        while taken is not None and not stopped:
-            batch, self.at.cursor = taken
-            taken = next(batches, None) if step.looks_ahead else None
-            following = None if taken is None else taken[0]
-            state = step.run(batch, self._rates(), stop=self._asked_at > 0, following=following)
-            self.at.done += 1
-            self._terms.count(state.loss_terms)
-            self.saving.note_recovery()
-            with self.parts.world.transport.guard("bubbles"):
-                bubbles.end_step(self._work(batch))
+    def _train_until_rollback(self) -> bool | None:
+        """Train step by step. Returns whether a stop was requested, or None if training has to go back."""
+        stopped, profiler, step = False, self.components.profiler, self.components.step
+        profiler.restart_step()
+        batches = profiler.iterate("data", self._batches())
+        item = next(batches, None)
+        while item is not None and not stopped:
+            batch, self.progress.cursor = item
+            item = next(batches, None) if step.looks_ahead else None
+            following = None if item is None else item[0]
+            state = step.run(batch, self._learning_rates(), stop=self._stop_requested_at > 0, following=following)
+            self.progress.done += 1
+            self._loss_terms.count(state.loss_terms)
+            self.checkpoints.log_recovery()
+            with self.components.world.transport.guard("bubbles"):
+                profiler.end_step(self._estimate_work(batch))
             stopped = state.stop
-            if self._has_to_go_back(state):
+            if self._requires_rollback(state):
                 return None
-            with bubbles.record("host"):
-                self._tell_if_due(state)
+            with profiler.record("host"):
+                self._log_if_due(state)
             self._evaluate_if_due()
-            with bubbles.record("host"):
-                if self.saving.is_due(stopped=stopped):
-                    self.saving.save()
+            with profiler.record("host"):
+                if self.checkpoints.is_due(stopped=stopped):
+                    self.checkpoints.save()
             if not step.looks_ahead and not stopped:
-                taken = next(batches, None)
+                item = next(batches, None)
         return stopped
 
-    def _has_to_go_back(self, state: StepState) -> bool:
-        """Do what the config says about numbers that are none. All ranks see them in the same step."""
-        fault = self._fault(state)
-        goes_back = self._faults.go_back(fault, self.at.left_out)
+    def _requires_rollback(self, state: StepState) -> bool:
+        """Apply `train.on_fault` to a step with NaN or Inf. All ranks detect it in the same step."""
+        fault = self._find_fault(state)
+        rollback = self._policy.requires_rollback(fault, self.progress.excluded)
         if fault is not None:
-            self.at.left_out |= set(fault.samples) if goes_back else set()
-            self.parts.step.nonfinite_samples = []
-            self._journal.write(fault.entry(kept=not goes_back))
-            self._journal.say(f"{fault}: {'going back to leave them out' if goes_back else 'the step changes nothing'}")
-        return goes_back
+            self.progress.excluded |= set(fault.samples) if rollback else set()
+            self.components.step.nonfinite_samples = []
+            self._metrics.write(fault.entry(kept=not rollback))
+            consequence = "going back to leave them out" if rollback else "the step changes nothing"
+            self._metrics.print_line(f"{fault}: {consequence}")
+        return rollback
 
-    def _fault(self, state: StepState) -> Fault | None:
-        transport, step = self.parts.world.transport, self.parts.step
-        lacking = state.partially_applied
-        if not lacking and not state.fault and self.saving.is_due(stopped=state.stop):
-            lacking = transport.sum(int(step.partially_applied), name="numbers") > 0  # so that nothing unsound is saved
-        if not lacking and not state.fault:
+    def _find_fault(self, state: StepState) -> NonFiniteFault | None:
+        transport, step = self.components.world.transport, self.components.step
+        partially_applied = state.partially_applied
+        if not partially_applied and not state.fault and self.checkpoints.is_due(stopped=state.stop):
+            # Ranks would agree on it in the next step, after this one is saved.
+            partially_applied = transport.sum(int(step.partially_applied), name="numbers") > 0
+        if not partially_applied and not state.fault:
             return None
         what = state.fault or "the gradient of a row is not finite"
-        return Fault(self.at.done, what, gathered(step.nonfinite_samples, transport), learnt=lacking)
+        samples = gather_samples(step.nonfinite_samples, transport)
+        return NonFiniteFault(self.progress.done, what, samples, partially_applied=partially_applied)
 
-    def _go_back(self) -> None:
-        """Take the newest checkpoint and train on from there without what was found unsound."""
-        self.parts.step.forget()
-        self.saving.complete_the_last()
-        self.saving.resume()
-        with self.parts.world.transport.guard("bubbles"):
-            self.parts.bubbles.rewind(self.at.done)
+    def _roll_back(self) -> None:
+        """Load the newest checkpoint, to train again without the excluded samples."""
+        self.components.step.discard_prefetched()
+        self.checkpoints.wait_for_last()
+        self.checkpoints.resume()
+        with self.components.world.transport.guard("bubbles"):
+            self.components.profiler.rewind(self.progress.done)
         self._meter.restart()
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
-        """All batches that are still to be computed, and where the loader stands behind each."""
-        left = self.parts.steps - self.at.done
-        while left > 0:
-            for batch in self.parts.loader:
-                yield batch.exclude(self.at.left_out), self.parts.loader.state_dict()
-                left -= 1
-                if not left:
+        """Yield the remaining batches, each with the state of the loader after it."""
+        remaining = self.components.steps - self.progress.done
+        while remaining > 0:
+            for batch in self.components.loader:
+                yield batch.exclude(self.progress.excluded), self.components.loader.state_dict()
+                remaining -= 1
+                if not remaining:
                     return
 
-    def _work(self, batch: Batch) -> float:
-        """What the cost model thinks of this rank's part of a step. Its time will be told later."""
+    def _estimate_work(self, batch: Batch) -> float:
+        """Return the estimated cost of this rank's part of a step. The stopwatch compares it with the measured time."""
         lengths = batch.history.lengths.numpy()
         candidates = np.zeros_like(lengths) if batch.candidates is None else batch.candidates.lengths.numpy()
         if self._stopwatch is not None:
-            self._stopwatch.given(self.at.done, lengths, candidates)
-        return float(self.parts.cost.of(lengths, candidates).sum())
+            self._stopwatch.given(self.progress.done, lengths, candidates)
+        return float(self.components.cost.of(lengths, candidates).sum())
 
-    def _rates(self) -> LearningRates:
-        part = rates.share(self.at.done, self.parts.steps, self._train)
-        return LearningRates(dense=self._train.lr * part, tables=self.parts.config.tables.lr * part)
+    def _learning_rates(self) -> LearningRates:
+        factor = lr_factor(self.progress.done, self.components.steps, self._train)
+        return LearningRates(dense=self._train.lr * factor, tables=self.components.config.tables.lr * factor)
 
-    def _tell_if_due(self, state: StepState) -> None:
-        """Add up over all ranks what happened since the last time, and note it."""
+    def _log_if_due(self, state: StepState) -> None:
+        """Count the step. Every `log_every` steps, sum the counts over all ranks and log them."""
         self._meter.count(state)
-        if self.at.done % self._train.log_every and self.at.done != self.parts.steps:
+        done, steps = self.progress.done, self.components.steps
+        if done % self._train.log_every and done != steps:
             return
-        taken, world = self._meter.take(), self.parts.world
-        chosen = self.saving.choice(taken.seconds_per_step) if world.is_rank_zero else 0
-        values = torch.tensor([*taken.sums, chosen], dtype=torch.float64, device=world.device)
-        *sums, agreed = world.transport.all_reduce(values, name="progress").wait().tolist()
-        self.saving.agree(int(agreed))
-        entry = taken.entry(sums) | {"lr": state.rates.dense, "tables_lr": state.rates.tables}
-        left = (self.parts.steps - self.at.done) * taken.seconds_per_step
-        self._journal.progress(self.at.done, entry, seconds_left=left)
+        reading, world = self._meter.read(), self.components.world
+        proposal = self.checkpoints.propose_next(reading.seconds_per_step) if world.is_rank_zero else 0
+        values = torch.tensor([*reading.sums, proposal], dtype=torch.float64, device=world.device)
+        *sums, next_save = world.transport.all_reduce(values, name="progress").wait().tolist()
+        self.checkpoints.set_next(int(next_save))
+        entry = reading.entry(sums) | {"lr": state.rates.dense, "tables_lr": state.rates.tables}
+        self._metrics.log_progress(done, entry, seconds_left=(steps - done) * reading.seconds_per_step)
 
     def _evaluate_if_due(self) -> None:
-        steps, every = len(self.parts.loader), self._train.evaluate_every
-        due = self.at.done == self.parts.steps or (every and self.at.done % (steps * every) == 0)
-        if self.parts.evaluate is None or not due:
+        steps, every, done = len(self.components.loader), self._train.evaluate_every, self.progress.done
+        due = done == self.components.steps or (every and done % (steps * every) == 0)
+        if self.components.evaluate is None or not due:
             return
-        self.parts.step.settle()
-        metrics = self.parts.evaluate()
-        self._journal.write({"kind": "evaluate", "step": self.at.done, **metrics})
-        told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
-        self._journal.say(f"step {self.at.done}: {told}")
-        self._meter.restart()
-        self.parts.bubbles.restart_step()
+        with self._meter.paused():
+            self.components.step.synchronize()
+            metrics = self.components.evaluate()
+            self._metrics.write({"kind": "evaluate", "step": done, **metrics})
+            text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "users")
+            self._metrics.print_line(f"step {done}: {text}")
+        self.components.profiler.restart_step()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Stop after the step; at once if asked again later. A terminal and a launcher may both pass on one Ctrl-C."""
+        """Stop after the step, or at once on a later second Ctrl-C. A terminal and a launcher may both send one."""
         now = time.monotonic()
-        self._asked_at = self._asked_at or now
-        if number == signal.SIGINT and now - self._asked_at > _SAME_CTRL_C:
+        self._stop_requested_at = self._stop_requested_at or now
+        if number == signal.SIGINT and now - self._stop_requested_at > _SAME_CTRL_C_SECONDS:
             raise KeyboardInterrupt
+
+
+def lr_factor(step: int, steps: int, config: TrainConfig) -> float:
+    """Return the share of the full learning rate at a step (counted from 0) of a run of so many steps."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "none":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    remaining = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.final_lr + (1.0 - config.final_lr) * remaining
+
+
+class LossTermCounter:
+    """Counts the terms of the loss over all ranks: a run without any trains nothing, and must not succeed."""
+
+    def __init__(self, components: TrainerComponents) -> None:
+        self._task, self._data = components.config.task.kind, components.config.data
+        self._min_steps = min(len(components.loader), components.steps)
+        self._steps = self._empty = 0
+
+    def count(self, terms: int) -> None:
+        """Count a step. Raises DataError if a whole epoch, or a shorter run, had no term."""
+        self._steps += 1
+        self._empty += not terms
+        if self._empty == self._steps >= self._min_steps:
+            raise self._error()
+
+    def report(self) -> list[str]:
+        """Return how many steps had only samples that are too short."""
+        return [f"{self._empty:,} of {self._steps:,} steps had no loss term"] if self._empty else []
+
+    def _error(self) -> DataError:
+        if self._task == "ranking":
+            why, remedy = "no history has a candidate", "give a data set with candidates and labels"
+        else:
+            held_out = " after the held-out ones" if self._data.split != "none" else ""
+            why = f"no history has two events{held_out}, and the loss is that of the next event"
+            remedy = 'give a log with longer histories, or data.split = "none"'
+        what = f"the training data has no loss term in {self._steps:,} steps: {why}"
+        return DataError(what, where=self._data.path, remedy=remedy)

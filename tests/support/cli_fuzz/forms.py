@@ -147,7 +147,7 @@ FORMS = {
             *3 * (Option("--out", "output", ("out/run", "runs/tiny")), Option("--resume", "flag")),
             Option("--data", "input", _DATA),
             Option("--hosts", "text", ("1", "1:1")),
-            Option("--meet", "text", ("127.0.0.1", "127.0.0.1:99999", ":")),
+            Option("--rdzv-endpoint", "text", ("127.0.0.1", "127.0.0.1:99999", ":")),
             Option("--tensorboard", "flag"),
             Option("--quiet", "flag"),
             Option("--restarts", "work", ("0",)),

@@ -11,8 +11,8 @@ from freescale.bench.emulated import EmulatedModel, emulate_passes
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.records import read_samples
 from freescale.data.loader import Loader
-from freescale.train.build import build, model_of
-from freescale.train.network import Network, backward, data_parallel
+from freescale.train.build import build
+from freescale.train.sharded_model import SequenceModule, backward, build_model, data_parallel
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 
@@ -34,7 +34,7 @@ class Layers(nn.Module):
 def sent(world: World) -> list[tuple[int, float]]:
     """Bytes of every bucket, in order, and after which share of the backward pass it left."""
     recorder = Recorder(world.rank)
-    parallel = data_parallel(Network(Layers(), None), joined(world), recorder)  # type: ignore[arg-type]
+    parallel = data_parallel(SequenceModule(Layers(), None), joined(world), recorder)  # type: ignore[arg-type]
     loss = parallel(torch.ones(1, requires_grad=True), {}, {})
     recorder.restart_step()
     with recorder.record("backward"):
@@ -53,7 +53,7 @@ def test_gradients_leave_when_they_are_there(groups: dict[int, Ranks]) -> None:
 
 def computed_before_the_end(world: World) -> float:
     """How long before the backward pass ends its gradients are there, if rank 1 is late."""
-    parallel = data_parallel(Network(Layers(), None), joined(world))  # type: ignore[arg-type]
+    parallel = data_parallel(SequenceModule(Layers(), None), joined(world))  # type: ignore[arg-type]
     loss, when = parallel(torch.ones(1, requires_grad=True), {}, {}), []
     time.sleep(LATE * world.rank)
 
@@ -74,7 +74,7 @@ def test_what_follows_own_gradients_does_not_wait_for_those_of_others(groups: di
 def train(world: World, log: Path, folder: Path) -> None:
     """Some steps on the timed lane, in which rank 1 is late."""
     config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
-    model = model_of(config, items=Loader(config.data, seed=0).vocabulary.rows)
+    model = build_model(config, items=Loader(config.data, seed=0).vocabulary.rows)
     lane = EmulatedModel(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
     trainer = build(config, joined(world), folder, model=lane)
     trainer.fit()

@@ -12,7 +12,7 @@ from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.train.build import build
-from freescale.train.numbers import Judge
+from freescale.train.nonfinite import GradNormMonitor
 from tests.support.ranks import RankError, Ranks, World
 from tests.support.training import Arrays, held, joined, same, small, whole
 
@@ -61,7 +61,7 @@ class Poisoned(nn.Module):
 
 def trained(world: World, config: RunConfig, folder: str, where: str, left_out: tuple[int, ...] = ()) -> Arrays:
     trainer = build(config, joined(world), Path(folder), model=Poisoned(where))
-    trainer.at.left_out |= set(left_out)
+    trainer.progress.excluded |= set(left_out)
     trainer.fit()
     trainer.close()
     return held(trainer)
@@ -116,11 +116,11 @@ def test_rollback_learns_what_would_have_been_learnt_without_the_sample(
 
 
 def test_a_gradient_far_from_the_others_is_a_fault_and_is_not_learnt_from() -> None:
-    judge = Judge(spike=10.0)
+    judge = GradNormMonitor(spike=10.0)
     assert not any(judge.fault(norm) for norm in [1.0, 2.0, 3.0] * 4)
-    assert judge.fault(21.0) == "the gradient is 10 times what it was"
-    resumed = Judge(spike=10.0)
+    assert judge.fault(21.0) == "the gradient norm is 10 times its recent median"
+    resumed = GradNormMonitor(spike=10.0)
     resumed.load_state_dict(judge.state_dict())
     assert [one.fault(19.0) for one in (judge, resumed)] == ["", ""]
     assert judge.fault(float("inf")) == judge.fault(float("nan")) == "the gradient is not finite"
-    assert not any(Judge(spike=0.0).fault(norm) for norm in [1.0] * 20 + [1e9])
+    assert not any(GradNormMonitor(spike=0.0).fault(norm) for norm in [1.0] * 20 + [1e9])

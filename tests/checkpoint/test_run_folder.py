@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from freescale.checkpoint.lock import NAME, STALE_SECONDS, Holder, RunLock
+from freescale.checkpoint.run_folder import LOCK, STALE_SECONDS, LockHolder, RunLock
 from freescale.errors import StorageError, UsageError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from freescale.checkpoint import lock
-lock.BEAT_SECONDS = 0.05
-with lock.RunLock(Path(sys.argv[1])) as held:
+from freescale.checkpoint import run_folder
+run_folder.BEAT_SECONDS = 0.05
+with run_folder.RunLock(Path(sys.argv[1])) as held:
     held.acquire()
     print("held", flush=True)
     time.sleep(30)
@@ -28,7 +28,7 @@ with lock.RunLock(Path(sys.argv[1])) as held:
 RACE = """
 import os, sys, time
 from pathlib import Path
-from freescale.checkpoint.lock import RunLock
+from freescale.checkpoint.run_folder import RunLock
 from freescale.errors import UsageError
 
 folder, at = Path(sys.argv[1]), time.monotonic() + 0.1
@@ -49,12 +49,12 @@ print([os.waitpid(child, 0)[1] for child in children].count(0))
 """
 
 
-def left_by(folder: Path, holder: Holder, *, silent_seconds: float = 0.0) -> None:
+def left_by(folder: Path, holder: LockHolder, *, silent_seconds: float = 0.0) -> None:
     """Leave the lock of another holder behind, whose heartbeat stopped so long ago."""
     folder.mkdir(exist_ok=True)
-    (folder / NAME).write_text(json.dumps(asdict(holder)))
+    (folder / LOCK).write_text(json.dumps(asdict(holder)))
     then = time.time() - silent_seconds
-    os.utime(folder / NAME, (then, then))
+    os.utime(folder / LOCK, (then, then))
 
 
 def test_a_second_writer_is_refused_with_who_holds_the_folder_since_when_and_what_to_do(tmp_path: Path) -> None:
@@ -62,9 +62,11 @@ def test_a_second_writer_is_refused_with_who_holds_the_folder_since_when_and_wha
         first.acquire()
         with pytest.raises(UsageError) as refused, RunLock(tmp_path / "run") as second:
             second.acquire()
-        holder = json.loads((tmp_path / "run" / NAME).read_text())
-        assert f"process {os.getpid()} on {holder['host']} writes to it since {holder['since']}" in refused.value.what
-        assert refused.value.where == str(tmp_path / "run" / NAME)
+        holder = json.loads((tmp_path / "run" / LOCK).read_text())
+        assert (
+            f"process {os.getpid()} on {holder['host']} has written to it since {holder['since']}" in refused.value.what
+        )
+        assert refused.value.where == str(tmp_path / "run" / LOCK)
         assert "choose another folder" in refused.value.remedy
     assert list((tmp_path / "run").iterdir()) == [], "who was refused took nothing away, and the holder left nothing"
     with RunLock(tmp_path / "run") as third:
@@ -94,14 +96,14 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once_and_logged(
 
 
 def test_another_process_with_the_number_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
-    left_by(tmp_path, replace(Holder.this_process(), start=1))
+    left_by(tmp_path, replace(LockHolder.this_process(), start=1))
     with RunLock(tmp_path) as lock:
         lock.acquire()
-        assert json.loads((tmp_path / NAME).read_text())["start"] == Holder.this_process().start
+        assert json.loads((tmp_path / LOCK).read_text())["start"] == LockHolder.this_process().start
 
 
 def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Path) -> None:
-    elsewhere = replace(Holder.this_process(), system="another boot", host="node-7", pid=1)
+    elsewhere = replace(LockHolder.this_process(), system="another boot", host="node-7", pid=1)
     left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS / 2)
     with pytest.raises(UsageError, match="process 1 on node-7"), RunLock(tmp_path) as lock:
         lock.acquire()
@@ -113,7 +115,7 @@ def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Pat
 def test_a_restarted_rank_zero_takes_the_lock_of_its_elastic_job_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_by(tmp_path, replace(Holder.this_process(), system="another boot", job="job-5"))
+    left_by(tmp_path, replace(LockHolder.this_process(), system="another boot", job="job-5"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-5")
     with pytest.raises(UsageError), RunLock(tmp_path) as lock:
         lock.acquire()  # started, not restarted: a second job of this name
@@ -123,11 +125,11 @@ def test_a_restarted_rank_zero_takes_the_lock_of_its_elastic_job_over(
 
 
 def test_a_lock_that_nobody_finished_writing_is_stale_after_a_while(tmp_path: Path) -> None:
-    (tmp_path / NAME).touch()
-    with pytest.raises(UsageError, match="does not say who holds it"), RunLock(tmp_path) as lock:
+    (tmp_path / LOCK).touch()
+    with pytest.raises(UsageError, match="its lock names no holder"), RunLock(tmp_path) as lock:
         lock.acquire()
     long_ago = time.time() - STALE_SECONDS - 1
-    os.utime(tmp_path / NAME, (long_ago, long_ago))
+    os.utime(tmp_path / LOCK, (long_ago, long_ago))
     with RunLock(tmp_path) as lock:
         lock.acquire()
 
@@ -135,7 +137,7 @@ def test_a_lock_that_nobody_finished_writing_is_stale_after_a_while(tmp_path: Pa
 def test_of_several_that_take_a_stale_lock_over_exactly_one_gets_it(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / str(number)
-        left_by(folder, replace(Holder.this_process(), start=1))
+        left_by(folder, replace(LockHolder.this_process(), start=1))
         ended = subprocess.run([sys.executable, "-c", RACE, folder], capture_output=True, text=True, check=True)
         assert ended.stdout == "1\n"
 
@@ -145,10 +147,10 @@ def test_a_heartbeat_is_renewed_and_a_lock_that_was_removed_is_made_again(tmp_pa
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     try:
-        os.utime(tmp_path / NAME, (0, 0))
-        wait_until(lambda: (tmp_path / NAME).stat().st_mtime > 0)
-        (tmp_path / NAME).unlink()
-        wait_until((tmp_path / NAME).exists)
+        os.utime(tmp_path / LOCK, (0, 0))
+        wait_until(lambda: (tmp_path / LOCK).stat().st_mtime > 0)
+        (tmp_path / LOCK).unlink()
+        wait_until((tmp_path / LOCK).exists)
     finally:
         process.kill()
         process.wait()
@@ -161,12 +163,12 @@ def test_a_holder_that_was_silent_for_too_long_ends_when_another_has_its_lock(tm
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     os.kill(process.pid, signal.SIGSTOP)
-    left_by(tmp_path, replace(Holder.this_process(), host="node-7"))
+    left_by(tmp_path, replace(LockHolder.this_process(), host="node-7"))
     os.kill(process.pid, signal.SIGCONT)
     said = process.communicate(timeout=20)[1]
     assert process.returncode == UsageError.exit_code
     assert "on node-7 took over its lock" in said
-    assert json.loads((tmp_path / NAME).read_text())["host"] == "node-7"
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-7"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -12,25 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.checkpoint import files, store
-from freescale.checkpoint.files import CheckpointError, DamagedError, Part
+from freescale.checkpoint import checkpoints, tensor_files
+from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, LocalRows
 from freescale.errors import ConfigError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
-def dealt(whole: torch.Tensor, rank: int, ranks: int) -> Part:
+def dealt(whole: torch.Tensor, rank: int, ranks: int) -> LocalRows:
     """The block of rows of a rank, as tables are dealt: the last ranks may have none."""
     block = -(-len(whole) // ranks)
     first = min(rank * block, len(whole))
-    return Part(whole[first : first + block].clone(), first, len(whole))
+    return LocalRows(whole[first : first + block].clone(), first, len(whole))
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
-        files.write(folder, rank, {name: dealt(whole, rank, ranks) for name, whole in tensors.items()})
-    files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": ranks})
+        tensor_files.write(folder, rank, {name: dealt(whole, rank, ranks) for name, whole in tensors.items()})
+    tensor_files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": ranks})
 
 
 @settings(max_examples=60)
@@ -53,26 +53,26 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
     whole = (torch.randn(rows, *width, dtype=torch.float64) * 50).to(dtype)
-    before, files._PIECE_BYTES = files._PIECE_BYTES, piece
+    before, tensor_files._CHUNK_BYTES = tensor_files._CHUNK_BYTES, piece
     try:
         written(folder, {"table": whole}, wrote)
     finally:
-        files._PIECE_BYTES = before
+        tensor_files._CHUNK_BYTES = before
     for rank in range(reads):
         part, expected = dealt(torch.zeros_like(whole), rank, reads), dealt(whole, rank, reads)
-        store.load(folder, {"table": part})
+        checkpoints.load(folder, {"table": part})
         assert torch.equal(part.local, expected.local)
 
 
 def test_single_numbers_and_tensors_without_rows_come_back(tmp_path: Path) -> None:
     kept = {"step": torch.tensor(41.0), "none": torch.empty(0, 4)}
-    files.write(tmp_path, 0, {name: Part.whole(value, everywhere=True) for name, value in kept.items()})
-    found = {name: Part.whole(torch.zeros_like(value), everywhere=True) for name, value in kept.items()}
-    files.read(tmp_path, 1, found)
+    tensor_files.write(tmp_path, 0, {name: LocalRows.whole(value, replicated=True) for name, value in kept.items()})
+    found = {name: LocalRows.whole(torch.zeros_like(value), replicated=True) for name, value in kept.items()}
+    tensor_files.read(tmp_path, 1, found)
     assert found["step"].local == 41.0
 
 
-def saved(folder: Path) -> dict[str, Part]:
+def saved(folder: Path) -> dict[str, LocalRows]:
     """A checkpoint of two ranks, and tensors to read it into."""
     generator = torch.Generator().manual_seed(0)
     tensors = {"table": torch.randn(9, 4, generator=generator), "sum": torch.randn(9, generator=generator)}
@@ -92,8 +92,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             broken[bit // 8] ^= 1 << bit % 8
             (changed / name).write_bytes(broken)
             with pytest.raises(CheckpointError):
-                store.load(changed, parts)
-    store.load(tmp_path / "whole", parts)
+                checkpoints.load(changed, parts)
+    checkpoints.load(tmp_path / "whole", parts)
 
 
 def test_every_truncated_or_missing_file_is_found(tmp_path: Path) -> None:
@@ -103,12 +103,12 @@ def test_every_truncated_or_missing_file_is_found(tmp_path: Path) -> None:
         for length in (0, 1, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:length])
             with pytest.raises(DamagedError):
-                store.load(tmp_path, parts)
+                checkpoints.load(tmp_path, parts)
         path.unlink()
         with pytest.raises(DamagedError):
-            store.load(tmp_path, parts)
+            checkpoints.load(tmp_path, parts)
         path.write_bytes(content)
-    store.load(tmp_path, parts)
+    checkpoints.load(tmp_path, parts)
 
 
 def test_what_does_not_fit_is_told_apart_from_what_is_damaged(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_what_does_not_fit_is_told_apart_from_what_is_damaged(tmp_path: Path) ->
         ("bias", torch.zeros(3), r"3 of 3 rows of 'bias' are missing"),
     ):
         with pytest.raises(CheckpointError, match=said) as raised:
-            store.load(tmp_path, {name: Part.whole(other, everywhere=True)})
+            checkpoints.load(tmp_path, {name: LocalRows.whole(other, replicated=True)})
         assert not isinstance(raised.value, DamagedError)
         assert raised.value.exit_code == ConfigError.exit_code, "no restart would help"
-    files.write_json(tmp_path / "facts.json", {"format": 2, "step": 7, "ranks": 2})
+    tensor_files.write_json(tmp_path / "facts.json", {"format": 2, "step": 7, "ranks": 2})
     with pytest.raises(CheckpointError, match="install the version that wrote it"):
-        store.read_facts(tmp_path)
+        checkpoints.read_facts(tmp_path)
 
 
 class Planted:
@@ -144,9 +144,9 @@ def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
         content = path.read_bytes()
         path.write_bytes(pickle.dumps(Planted(mark)))
         with pytest.raises(CheckpointError):
-            store.load(tmp_path / "checkpoint", parts)
+            checkpoints.load(tmp_path / "checkpoint", parts)
         torch.save(Planted(mark), path)
         with pytest.raises(CheckpointError):
-            store.load(tmp_path / "checkpoint", parts)
+            checkpoints.load(tmp_path / "checkpoint", parts)
         path.write_bytes(content)
     assert not mark.exists()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from freescale.launch.ranks import LocalRanks, prepare, wait_until_prepared
+from freescale.launch.local_ranks import LocalRanks, start_forkserver, wait_for_forkserver
 from freescale.log import ConsoleHandler, handled_by
 
 AGENT = """
 import os, sys, time
-from freescale.launch.ranks import LocalRanks, prepare
+from freescale.launch.local_ranks import LocalRanks, start_forkserver
 
 if __name__ == "__main__":
-    prepare()
+    start_forkserver()
     LocalRanks(["data", "synth", "--users", "100000000", sys.argv[1]], [{"RANK": "0"}, {"RANK": "1"}])
     print("started", flush=True)
     time.sleep(60)
@@ -27,8 +27,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    prepare()
-    wait_until_prepared()
+    start_forkserver()
+    wait_for_forkserver()
 
 
 def named(name: str) -> list[int]:
@@ -45,9 +45,9 @@ def named(name: str) -> list[int]:
 
 def codes(ranks: LocalRanks) -> list[int | None]:
     until = time.monotonic() + 30
-    while None in ranks.codes() and time.monotonic() < until:
+    while None in ranks.exit_codes() and time.monotonic() < until:
         time.sleep(0.01)
-    return ranks.codes()
+    return ranks.exit_codes()
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_exit_code_of_each_rank_is_known(capfd: pytest.CaptureFixture[str]) 
 
 def test_a_rank_that_was_killed_is_told_by_its_signal(tmp_path: Path) -> None:
     ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
-    assert ranks.codes() == [None]
+    assert ranks.exit_codes() == [None]
     ranks.signal(signal.SIGTERM)
     assert codes(ranks) == [-signal.SIGTERM]
 
@@ -83,7 +83,7 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(tmp_path: Path) -> None:
 def test_what_does_not_end_is_ended(tmp_path: Path) -> None:
     ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
     ranks.end()
-    assert ranks.codes() == [-signal.SIGKILL]
+    assert ranks.exit_codes() == [-signal.SIGKILL]
 
 
 def test_ranks_end_with_the_agent_that_started_them(running: subprocess.Popen[str]) -> None:

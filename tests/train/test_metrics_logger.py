@@ -1,4 +1,4 @@
-"""Promise: metrics.jsonl holds what a training measured, and every start of it, however often it went back."""
+"""metrics.jsonl holds the means over all steps of a training and each of its starts, however often it went back."""
 
 import json
 import math
@@ -11,10 +11,10 @@ import pytest
 from freescale.config import RunConfig
 from freescale.errors import DataError
 from freescale.train.build import build
-from freescale.train.journal import Journal, damaged_lines, entries
-from freescale.train.starts import repeated_steps, starts_of
-from tests.faults.test_numbers import one_epoch
-from tests.faults.test_numbers import trained as poisoned
+from freescale.train.curves import find_starts, repeated_steps
+from freescale.train.metrics_logger import MetricsLogger, count_damaged_lines, read_entries
+from tests.faults.test_nonfinite import one_epoch
+from tests.faults.test_nonfinite import trained as poisoned
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 
@@ -24,12 +24,12 @@ STEPS = 10
 def train(world: World, config: RunConfig, folder: str, resume: bool = False) -> None:
     trainer = build(config, joined(world), Path(folder), quiet=True)
     if resume:
-        trainer.saving.resume()
+        trainer.checkpoints.resume()
     trainer.close(finished=trainer.fit())
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [entry for entry in entries(run) if entry["kind"] == kind]
+    return [entry for entry in read_entries(run) if entry["kind"] == kind]
 
 
 def test_figures_are_means_over_the_steps_since_the_entry_before(
@@ -57,6 +57,21 @@ def test_figures_are_means_over_the_steps_since_the_entry_before(
     assert all(0 <= entry["moved_tokens"] <= 1 for entry in balanced)
 
 
+def test_an_evaluation_between_two_train_entries_drops_no_step(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    config = small(log, train={"max_steps": 15, "log_every": 5, "evaluate_every": 0})
+    groups[1].run(train, config, str(tmp_path / "without"))
+    groups[1].run(train, replace(config, train=replace(config.train, evaluate_every=1)), str(tmp_path / "with"))
+    (between, _), expected = of_kind(tmp_path / "with", "evaluate"), of_kind(tmp_path / "without", "train")
+    assert between["step"] % 5, "the evaluation falls between two entries"
+    names = ("step", "loss", "grad_norm", "grad_norm_max", "unique_ids")
+    logged = of_kind(tmp_path / "with", "train")
+    assert [[entry[name] for name in names] for entry in logged] == [
+        [entry[name] for name in names] for entry in expected
+    ]
+
+
 def test_a_step_that_is_skipped_has_no_loss_rather_than_a_loss_of_zero(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +85,7 @@ def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tm
     config = small(log, train={"max_steps": 4, "log_every": 1, "save_every": 2})
     groups[2].run(train, config, str(tmp_path))
     groups[1].run(train, replace(config, train=replace(config.train, max_steps=6)), str(tmp_path), True)
-    starts = starts_of(entries(tmp_path))
+    starts = find_starts(read_entries(tmp_path))
     assert [(start.step, start.world_size, start.reached, start.reason) for start in starts] == [
         (0, 2, 4, "new run"),
         (4, 1, 6, "resumed"),
@@ -80,27 +95,27 @@ def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tm
 
 
 def test_a_rewind_keeps_starts_and_recoveries_and_says_how_far_the_dropped_steps_went(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, is_rank_zero=True, steps=100, quiet=True)
+    logger = MetricsLogger(tmp_path, is_rank_zero=True, steps=100, quiet=True)
     for resumed in (0, 40, 40):  # lost twice, each time before the next checkpoint
-        journal.rewind(resumed)
-        journal.start(resumed, world_size=2, reason="a rank was lost" if resumed else "new run")
-        journal.write({"kind": "recovery", "step": resumed + 1, "seconds": 1.0})
+        logger.rewind(resumed)
+        logger.log_start(resumed, world_size=2, reason="a rank was lost" if resumed else "new run")
+        logger.write({"kind": "recovery", "step": resumed + 1, "seconds": 1.0})
         for step in range(resumed + 5, 60, 5):
-            journal.write({"kind": "train", "step": step, "loss": 1.0})
-    noted = list(entries(tmp_path))
-    assert [entry["step"] for entry in noted if entry["kind"] == "train"] == list(range(5, 60, 5))
-    assert [(start.step, start.reached) for start in starts_of(noted)] == [(0, 55), (40, 55), (40, 55)]
-    assert sum(entry["kind"] == "recovery" for entry in noted) == 3
-    assert repeated_steps(noted) == 30
+            logger.write({"kind": "train", "step": step, "loss": 1.0})
+    stored = list(read_entries(tmp_path))
+    assert [entry["step"] for entry in stored if entry["kind"] == "train"] == list(range(5, 60, 5))
+    assert [(start.step, start.reached) for start in find_starts(stored)] == [(0, 55), (40, 55), (40, 55)]
+    assert sum(entry["kind"] == "recovery" for entry in stored) == 3
+    assert repeated_steps(stored) == 30
 
 
 def test_a_run_that_begins_anew_in_the_folder_of_a_lost_one_is_not_mixed_with_it(tmp_path: Path) -> None:
     for _ in range(2):
-        journal = Journal(tmp_path, is_rank_zero=True, steps=100, quiet=True)
-        journal.start(0, world_size=1, reason="new run")
-        journal.write({"kind": "train", "step": 5, "loss": 1.0})
+        logger = MetricsLogger(tmp_path, is_rank_zero=True, steps=100, quiet=True)
+        logger.log_start(0, world_size=1, reason="new run")
+        logger.write({"kind": "train", "step": 5, "loss": 1.0})
     assert [entry["step"] for entry in of_kind(tmp_path, "train")] == [5]
-    assert len(starts_of(entries(tmp_path))) == 2
+    assert len(find_starts(read_entries(tmp_path))) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,12 +124,12 @@ def test_a_run_that_begins_anew_in_the_folder_of_a_lost_one_is_not_mixed_with_it
 def test_what_is_no_entry_is_counted_and_left_out(tmp_path: Path, line: str) -> None:
     whole = json.dumps({"kind": "train", "step": 1, "loss": 2.0})
     (tmp_path / "metrics.jsonl").write_text(f"{whole}\n{line}")
-    assert len(list(entries(tmp_path))) == 1
-    assert damaged_lines(tmp_path) == 1
+    assert len(list(read_entries(tmp_path))) == 1
+    assert count_damaged_lines(tmp_path) == 1
 
 
 def test_metrics_that_cannot_be_read_are_an_error_with_a_remedy(tmp_path: Path) -> None:
-    assert list(entries(tmp_path)) == []
+    assert list(read_entries(tmp_path)) == []
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(DataError, match="cannot be read"):
-        list(entries(tmp_path))
+        list(read_entries(tmp_path))

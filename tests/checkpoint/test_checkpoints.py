@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.checkpoint import export, store
-from freescale.checkpoint.files import CheckpointError, Part
+from freescale.checkpoint import checkpoints, export
+from freescale.checkpoint.tensor_files import CheckpointError, LocalRows
 from freescale.errors import DataError
 from freescale.transport.world import new_group
 from tests.support.ranks import Ranks, World
@@ -15,23 +15,23 @@ from tests.support.ranks import Ranks, World
 
 def saved(world: World, folder: str, steps: int, keep: int) -> list[str]:
     """Save several steps, changing the tensor right after each save returns."""
-    place = store.Store(Path(folder), keep=keep, transport=new_group(timeout=30))
+    place = checkpoints.CheckpointWriter(Path(folder), keep=keep, transport=new_group(timeout=30))
     weight = torch.zeros(200_000)
     for step in range(1, steps + 1):
         weight += 1.0
         place.wait()
-        place.save(step, {"weight": Part.whole(weight, everywhere=True)}, {"said": "so"})
+        place.save(step, {"weight": LocalRows.whole(weight, replicated=True)}, {"said": "so"})
         weight += 0.5  # training goes on while the file is written
         weight -= 0.5
         weight.mul_(-1.0).mul_(-1.0)
         weight[:] = weight.sign() * step
     place.close()
-    return [path.name for path in store.complete(Path(folder))]
+    return [path.name for path in checkpoints.complete_checkpoints(Path(folder))]
 
 
 def loaded(_world: World, path: str) -> list[float]:
     weight = torch.full((200_000,), -7.0)
-    facts = store.load(Path(path), {"weight": Part.whole(weight, everywhere=True)})
+    facts = checkpoints.load(Path(path), {"weight": LocalRows.whole(weight, replicated=True)})
     assert facts["said"] == "so"
     return [float(weight.min()), float(weight.max())]
 
@@ -41,8 +41,8 @@ def refused(world: World, folder: str) -> list[str]:
     link = Path(folder) / f"seen by {world.rank}"
     (Path(folder) / "file").touch()
     (Path(folder) / "folder").mkdir(exist_ok=True)
-    place = store.Store(link, keep=2, transport=new_group(timeout=30))
-    weight = {"weight": Part.whole(torch.ones(5), everywhere=False)} if world.rank else {}
+    place = checkpoints.CheckpointWriter(link, keep=2, transport=new_group(timeout=30))
+    weight = {"weight": LocalRows.whole(torch.ones(5), replicated=False)} if world.rank else {}
     said = []
     for step in (1, 2):
         link.unlink(missing_ok=True)
@@ -59,8 +59,8 @@ def refused(world: World, folder: str) -> list[str]:
 
 def test_the_newest_few_are_kept_and_hold_what_was_there_when_asked(groups: dict[int, Ranks], tmp_path: Path) -> None:
     groups[2].run(saved, str(tmp_path), 4, 2)
-    assert [path.name for path in store.complete(tmp_path)] == ["step-00000003", "step-00000004"]
-    for path, value in zip(store.complete(tmp_path), (3.0, 4.0), strict=True):
+    assert [path.name for path in checkpoints.complete_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+    for path, value in zip(checkpoints.complete_checkpoints(tmp_path), (3.0, 4.0), strict=True):
         assert groups[2].run(loaded, str(path)) == [[value, value]] * 2
 
 
@@ -70,7 +70,7 @@ def test_what_was_never_finished_is_ignored_and_cleared_away(groups: dict[int, R
     unfinished.mkdir()
     (unfinished / "facts.json").write_text("{}")
     (tmp_path / "step-00000008").mkdir()  # renamed by hand, without its facts
-    assert [path.name for path in store.complete(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in checkpoints.complete_checkpoints(tmp_path)] == ["step-00000001"]
     groups[2].run(saved, str(tmp_path), 2, 5)
     assert not unfinished.exists()
 
@@ -81,7 +81,7 @@ def test_what_the_disk_refuses_to_one_rank_all_ranks_learn_and_the_next_is_tried
     for first, second in groups[2].run(refused, str(tmp_path)):
         assert "step 1 was not written: the disk refused its part to rank 1" in first
         assert second == ""
-    assert [path.name for path in store.complete(tmp_path / "folder")] == ["step-00000002"]
+    assert [path.name for path in checkpoints.complete_checkpoints(tmp_path / "folder")] == ["step-00000002"]
 
 
 def test_an_export_is_read_back_whole_and_a_changed_byte_is_seen(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""The files that one rank writes of a checkpoint: raw bytes, and an index in JSON.
+
+    rank-00003.bytes   tensors one after another, in chunks of whole rows
+    rank-00003.json    per chunk: its tensor, dtype, rows, position and checksum
+
+Reading them executes no code and detects every changed bit. Uses no process group: any world size reads what any other
+wrote.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.errors import ConfigError, FreeScaleError, reason
+
+_CHUNK_BYTES = 1 << 24
+_SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {_name(dtype): dtype for dtype in _SUPPORTED}
+
+
+class CheckpointError(FreeScaleError):
+    """A checkpoint that cannot be written, or does not fit the run that reads it."""
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint that this run can never read: of another model, or of a later version."""
+
+    exit_code = ConfigError.exit_code
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that changed since it was written."""
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of a tensor that this rank holds in memory: saved from there, loaded into there."""
+
+    local: Tensor
+    first: int
+    rows: int
+    """Rows of the whole tensor."""
+    replicated: bool = False
+    """Every rank holds the same rows, so only one writes them."""
+
+    @staticmethod
+    def whole(tensor: Tensor, *, replicated: bool) -> "LocalRows":
+        """Wrap a tensor of which this rank holds all rows."""
+        return LocalRows(tensor, 0, len(_as_rows(tensor)), replicated)
+
+    def to_cpu(self) -> "LocalRows":
+        """Return a copy on the CPU."""
+        return replace(self, local=self.local.detach().cpu().clone())
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a tensor in a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of one row."""
+    rows: int
+    """Rows of the whole tensor."""
+    first: int
+    count: int
+    at: int
+    crc: int
+
+    def is_valid(self) -> bool:
+        """Return whether the values are consistent."""
+        numbers = (*self.shape, self.rows, self.first, self.count, self.at, self.crc)
+        valid = type(self.name) is str and self.dtype in _DTYPES
+        valid = valid and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        return valid and self.first + self.count <= self.rows
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self.count * math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+def write(folder: Path, rank: int, tensors: Mapping[str, LocalRows]) -> None:
+    """Write the rows of a rank and sync them to the disk."""
+    chunks: list[_Chunk] = []
+    with _file(folder, rank, "bytes").open("wb") as file:
+        for name, held in tensors.items():
+            rows = _as_rows(held.local)
+            for begin, chunk in _split(rows):
+                raw = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
+                position = (tuple(rows.shape[1:]), held.rows, held.first + begin, len(chunk), file.tell())
+                chunks.append(_Chunk(name, _name(rows.dtype), *position, zlib.crc32(raw)))
+                file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    write_json(_file(folder, rank, "json"), [asdict(chunk) for chunk in chunks])
+
+
+def read(folder: Path, world_size: int, tensors: Mapping[str, LocalRows]) -> None:
+    """Load rows from the files of so many ranks. Every row must be there exactly once."""
+    missing = {name: len(_as_rows(rows.local)) for name, rows in tensors.items()}
+    for rank in range(world_size):
+        needed = [(chunk, tensors[chunk.name]) for chunk in _read_index(folder, rank) if chunk.name in tensors]
+        overlapping = [(chunk, rows) for chunk, rows in needed if _overlap(chunk, rows)]
+        if not overlapping:
+            continue
+        with _open(_file(folder, rank, "bytes")) as file:
+            for chunk, rows in overlapping:
+                missing[chunk.name] -= _fill(file, chunk, rows, folder)
+    for name, count in missing.items():
+        if count:
+            problem = "there twice" if count < 0 else "missing"
+            raise _mismatch(f"{abs(count)} of {tensors[name].rows} rows of '{name}' are {problem}", folder)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON with its checksum, and sync the file and its name to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump({"crc": _checksum(content), "content": content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_names(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON and verify its checksum."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["crc"] == _checksum(stored["content"]):
+            return stored["content"]
+        why = "it was changed since it was written"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        why = reason(error)
+    raise _damaged(f"{path.name} cannot be read: {why}", path.parent)
+
+
+def sync_names(folder: Path) -> None:
+    """Sync the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_index(folder: Path, rank: int) -> list[_Chunk]:
+    """Return the chunks that a rank wrote, each of them valid."""
+    path = _file(folder, rank, "json")
+    try:
+        chunks = [_Chunk(**(entry | {"shape": tuple(entry["shape"])})) for entry in read_json(path)]
+        if all(chunk.is_valid() for chunk in chunks):
+            return chunks
+    except (TypeError, KeyError) as error:
+        raise _damaged(f"{path.name} is not a list of chunks", folder) from error
+    raise _damaged(f"{path.name} has an inconsistent chunk", folder)
+
+
+def _fill(file: Any, chunk: _Chunk, target: LocalRows, folder: Path) -> int:
+    """Copy the rows that a chunk and the target share into the target; return their number."""
+    into = _as_rows(target.local)
+    stored = (chunk.dtype, chunk.shape, chunk.rows)
+    expected = (_name(into.dtype), tuple(into.shape[1:]), target.rows)
+    if stored != expected:
+        raise _mismatch(f"'{chunk.name}' is {_describe(*stored)}, where this run has {_describe(*expected)}", folder)
+    file.seek(chunk.at)
+    raw = file.read(chunk.size)
+    if len(raw) < chunk.size or zlib.crc32(raw) != chunk.crc:
+        raise _damaged(f"{Path(file.name).name} was cut or changed since it was written, at '{chunk.name}'", folder)
+    rows = torch.frombuffer(bytearray(raw), dtype=into.dtype).view(chunk.count, *chunk.shape)
+    shared = _overlap(chunk, target)
+    into.narrow(0, shared.start - target.first, len(shared)).copy_(
+        rows.narrow(0, shared.start - chunk.first, len(shared))
+    )
+    return len(shared)
+
+
+def _overlap(chunk: _Chunk, target: LocalRows) -> range:
+    """Return the rows that both have."""
+    begin, end = target.first, target.first + len(_as_rows(target.local))
+    return range(max(chunk.first, begin), min(chunk.first + chunk.count, end))
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor as rows; a scalar is one row."""
+    return tensor.detach() if tensor.ndim else tensor.detach().view(1)
+
+
+def _split(rows: Tensor) -> Iterable[tuple[int, Tensor]]:
+    """Split into chunks of whole rows, so that a reader of few rows need not read and verify all."""
+    per_row = max(1, math.prod(rows.shape[1:]) * rows.element_size())
+    step = max(1, _CHUNK_BYTES // per_row)
+    return ((begin, rows[begin : begin + step]) for begin in range(0, len(rows), step))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise _damaged(f"{path.name} cannot be read: {reason(error)}", path.parent) from error
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _mismatch(what: str, folder: Path) -> MismatchError:
+    remedy = "resume with the config that saved it"
+    return MismatchError(f"the checkpoint is of another model: {what}", where=str(folder), remedy=remedy)
+
+
+def _damaged(what: str, folder: Path) -> DamagedError:
+    remedy = "remove this folder to use the one before it; `freescale train --resume` sets it aside automatically"
+    return DamagedError(f"the checkpoint is damaged: {what}", where=str(folder), remedy=remedy)
+
+
+def _describe(dtype: str, shape: tuple[int, ...], rows: int) -> str:
+    return f"{dtype}[{', '.join(map(str, (rows, *shape)))}]"
+
+
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank:05d}.{kind}"

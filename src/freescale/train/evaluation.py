@@ -1,0 +1,340 @@
+"""Metrics over held-out data, the same on every rank: retrieval over the whole corpus, ranking by TorchRec's metrics.
+
+Retrieval scores the corpus in chunks, so that no rank holds more than one chunk of its rows.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from freescale.config import RunConfig
+from freescale.data.batch import Batch, Events
+from freescale.data.dataset import Dataset
+from freescale.data.loader import Loader
+from freescale.data.vocabulary import DataIdentity
+from freescale.embedding.sharded import ShardedTables
+from freescale.errors import ConfigError, DataError, suggest
+from freescale.log import warning_once
+from freescale.models.ranking import Ranking
+from freescale.models.retrieval import Retrieval
+from freescale.progress import track
+from freescale.train.sharded_model import SequenceModule
+from freescale.transport.world import World
+
+CUTOFFS = (10, 50, 200)
+SAMPLES_PER_RANK = 512
+"""Samples that a rank scores at a time: the rows of the corpus are fetched once for all of them."""
+# TorchRec computes AUC over a window, which it divides by the world size: this one is larger than any data set. The
+# window of NE also drops all but the last thousand batches, so NE is read over the lifetime.
+_WINDOW = 1 << 62
+_REPORTED = {"ne": "lifetime_ne", "auc": "window_auc"}
+Evaluation = Callable[[], dict[str, float]]
+
+
+def build_evaluation(
+    config: RunConfig, world: World, module: SequenceModule, tables: ShardedTables | None
+) -> Evaluation | None:
+    """Return the function that evaluates a run of this config; None where there is nothing to evaluate on."""
+    if not config.data.test_path and (config.data.split == "none" or config.task.kind == "ranking"):
+        return None
+    if config.data.test_path:
+        _require_matching_data(config, world)
+    if config.data.test_path or config.data.split == "time":
+        _require_targets(config, world)
+
+    def evaluate() -> dict[str, float]:
+        loader = _test_loader(config, world)
+        batches = track(loader, "evaluating", unit="batches")
+        if config.task.kind == "retrieval":
+            exclude_seen = config.task.seen == "exclude"
+            corpus = Corpus(module, tables, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
+            metrics = _retrieval_metrics(batches, corpus, config, world)
+        else:
+            metrics = ranking_metrics(Ranker(module, tables, world.device), batches, world)
+        if config.data.test_path:  # training reports on events held out of its own data
+            for line in loader.report():
+                warning_once(f"in {config.data.test_path}: {line}")
+        return metrics
+
+    return evaluate
+
+
+def _retrieval_metrics(batches: Iterator[Batch], corpus: "Corpus", config: RunConfig, world: World) -> dict[str, float]:
+    sums = world.transport.all_reduce(sum_retrieval_metrics(corpus, batches), name="metrics").wait()
+    metrics = retrieval_means(sums)
+    if not metrics["users"]:
+        raise _no_targets_error(config)
+    if world.is_rank_zero and metrics["seen_targets"]:
+        share = f"{metrics['seen_targets']:.1%} of the held-out items are already in the user's history"
+        warning_once(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')
+    return metrics
+
+
+def _test_loader(config: RunConfig, world: World) -> Loader:
+    """Return a loader of the data to evaluate on, from its beginning."""
+    data = replace(config.data, global_batch=max(config.data.global_batch, SAMPLES_PER_RANK * world.world_size))
+    if data.test_path:
+        # Where training holds out nothing, retrieval still needs a target: the last event.
+        last = data.split == "none" and config.task.kind == "retrieval"
+        data = replace(data, path=data.test_path, split="last" if last else data.split)
+    return Loader(data, seed=config.seed, rank=world.rank, world_size=world.world_size, part="test")
+
+
+def _require_matching_data(config: RunConfig, world: World) -> None:
+    """Refuse test data that does not fit the model, before training starts."""
+    loader = _test_loader(config, world)
+    trained = Dataset(config.data.path, features=config.data.features)
+    loader.identity.require_same(DataIdentity.from_dataset(trained), where=f"data.test_path = {config.data.test_path}")
+    require_labels(config, loader, "data.test_path")
+
+
+def _require_targets(config: RunConfig, world: World) -> None:
+    """Refuse to train if the evaluation would have no target. Reads until the first target."""
+    has_target = _has_candidate if config.task.kind == "ranking" else _has_target
+    found = any(has_target(batch) for batch in _test_loader(config, world))
+    if not world.transport.sum(int(found), name="targets"):
+        raise _no_targets_error(config)
+
+
+def _has_target(batch: Batch) -> bool:
+    return batch.targets is not None and bool(((batch.targets.lengths > 0) & (batch.history.lengths > 0)).any())
+
+
+def _has_candidate(batch: Batch) -> bool:
+    return batch.candidates is not None and bool((batch.candidates.lengths > 0).any())
+
+
+def _no_targets_error(config: RunConfig) -> DataError:
+    data = config.data
+    if config.task.kind == "ranking":
+        why, remedy = "no history has a candidate", "give data.test_path a data set with candidates and labels"
+    elif data.split == "time":
+        why = f"no user has events both before and from data.split_time = {data.split_time} on"
+        remedy = "choose a data.split_time (seconds since the epoch) inside the time span of the log"
+    else:
+        why, remedy = "every history has fewer than 2 events", "give a log with longer histories, or data.split = none"
+    return DataError(f"nothing to evaluate on: {why}", where=data.test_path or data.path, remedy=remedy)
+
+
+def require_labels(config: RunConfig, loader: Loader, where: str) -> None:
+    """Refuse data without the label columns of the task."""
+    columns = loader.dataset.columns
+    for label in config.task.labels:
+        if label not in columns:
+            what = f"task.labels names '{label}', which {where} does not have"
+            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=suggest(label, columns))
+
+
+class TargetRanks(NamedTuple):
+    """Ranks of the held-out items of some samples."""
+
+    before: Tensor
+    """Recommendable items that score at least as high as the target; infinite where it cannot be recommended."""
+    seen: Tensor
+    """Targets that are in the history and are therefore excluded."""
+    unknown: Tensor
+    """Targets outside the vocabulary, which share rows."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All items and the model that scores them. Every rank must call it equally often: fetching rows is collective.
+
+    `target_ranks` (evaluation) and `top` (prediction) follow one rule for what can be recommended: items of the
+    vocabulary, and with `exclude_seen` only those that are not in the history that the model reads.
+    """
+
+    module: SequenceModule
+    tables: ShardedTables | None
+    items: int
+    """Items that can be recommended; rows beyond them are shared by unknown items."""
+    device: torch.device
+    exclude_seen: bool = True
+    chunk: int = 8_192
+    """Items scored at a time."""
+
+    @torch.no_grad()
+    def target_ranks(self, batch: Batch) -> TargetRanks:
+        """Rank the held-out item of each sample of this rank that has one, and a history to predict it from.
+
+        Items with the same score as the target rank before it: a model that cannot tell items apart gets no credit.
+        """
+        batch = batch.to(self.device)
+        assert batch.targets is not None
+        has_target = (batch.targets.lengths > 0) & (batch.history.lengths > 0)
+        target = batch.targets["item_id"][batch.targets.offsets[:-1][has_target]]
+        queries = self._queries(batch)[has_target]
+        # A matrix product like those below, so that equal scores compare equal.
+        target_score = (queries @ self._rows(target).T).diagonal()
+        sample, item = self._excluded_pairs(batch)
+        kept = has_target[sample]
+        sample, item = (has_target.cumsum(0) - 1)[sample[kept]], item[kept]
+        unknown = target >= self.items
+        seen = torch.zeros_like(unknown)
+        seen[sample[item == target[sample]]] = True
+        seen &= ~unknown  # unknown items share rows: the same row in the history may be another item
+        each = torch.arange(len(target), device=self.device)
+        sample, item = _unique_pairs(torch.cat([sample, each]), torch.cat([item, target]))
+        before = torch.zeros_like(target)
+        for first, rows in self._chunks():
+            scores = queries @ rows.T
+            before += (scores >= target_score[:, None]).sum(1)
+            at = _pairs_in_chunk(sample, item, first, len(rows))
+            before.index_add_(0, at[0], -(scores[at] >= target_score[at[0]]).long())
+        return TargetRanks(before.double().masked_fill(seen | unknown, float("inf")), seen, unknown)
+
+    @torch.no_grad()
+    def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+        """Return the best items of each sample and their scores, best first.
+
+        Where fewer than `count` items can be recommended, the scores of the others are -inf.
+        """
+        batch = batch.to(self.device)
+        queries = self._queries(batch)
+        excluded = self._excluded_pairs(batch)
+        best, scores = batch.sample_id.new_zeros(len(batch), 0), queries.new_zeros(len(batch), 0)
+        for first, rows in self._chunks():
+            chunk_scores = queries @ rows.T
+            chunk_scores[_pairs_in_chunk(*excluded, first, len(rows))] = float("-inf")
+            highest, at = chunk_scores.topk(min(count, len(rows)), dim=1)
+            scores, order = torch.cat([scores, highest], dim=1).topk(min(count, first + len(rows)), dim=1)
+            best = torch.cat([best, at + first], dim=1).gather(1, order)
+        return best, scores
+
+    def _excluded_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each pair of sample and item that cannot be recommended once."""
+        if not self.exclude_seen:
+            return batch.sample_id.new_zeros(0), batch.sample_id.new_zeros(0)
+        return _unique_pairs(_sample_of_events(batch.history), batch.history["item_id"])
+
+    @property
+    def _model(self) -> Retrieval:
+        assert isinstance(self.module.model, Retrieval)  # other tasks have no corpus
+        return self.module.model
+
+    def _queries(self, batch: Batch) -> Tensor:
+        inputs = self._model.prepare_query(batch)
+        return self._model.encode_query(inputs, self.module.read_rows(inputs.ids, self.tables))
+
+    def _chunks(self) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, self.items, self.chunk):
+            yield first, self._rows(torch.arange(first, min(first + self.chunk, self.items), device=self.device))
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Return the item vectors that queries are compared with."""
+        return self._model.encode_items(self.module.read_rows({"item": ids}, self.tables)["item"].lookup())
+
+
+def _sample_of_events(events: Events) -> Tensor:
+    return torch.arange(len(events.lengths), device=events.offsets.device).repeat_interleave(events.lengths)
+
+
+def _unique_pairs(sample: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+    span = int(item.max()) + 1 if len(item) else 1
+    pairs = torch.unique(sample * span + item)
+    return pairs // span, pairs % span
+
+
+def _pairs_in_chunk(sample: Tensor, item: Tensor, first: int, items: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs whose item is in a chunk of the corpus, with items counted from the chunk's first."""
+    inside = (item >= first) & (item < first + items)
+    return sample[inside], item[inside] - first
+
+
+def retrieval_sums(ranks: TargetRanks) -> Tensor:
+    """Sum over queries: count, hits at each cutoff, NDCG@10, MRR, seen targets, unknown targets."""
+    before = ranks.before
+    gain = 1.0 / (before + 2.0).log2()
+    hits: Iterable[Tensor] = ((before < cutoff).double().sum() for cutoff in CUTOFFS)
+    excluded = (ranks.seen.double().sum(), ranks.unknown.double().sum())
+    means = ((gain * (before < 10)).sum(), (1 / (before + 1)).sum())
+    return torch.stack([before.new_tensor(len(before)), *hits, *means, *excluded])
+
+
+def retrieval_means(sums: Tensor) -> dict[str, float]:
+    """Return metrics by name from sums over all ranks. Seen and unknown targets count as misses."""
+    count, *rest = sums.tolist()
+    names = [*(f"hr@{cutoff}" for cutoff in CUTOFFS), "ndcg@10", "mrr", "seen_targets", "unknown_targets"]
+    return {name: value / max(count, 1.0) for name, value in zip(names, rest, strict=True)} | {"users": int(count)}
+
+
+def sum_retrieval_metrics(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
+    """Sum the retrieval metrics over this rank's samples."""
+    empty = torch.zeros(0, dtype=torch.float64)
+    start = retrieval_sums(TargetRanks(empty, empty, empty))
+    return sum((retrieval_sums(corpus.target_ranks(batch)).cpu() for batch in batches), start=start)
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """A model that scores candidates. Every rank must call it equally often: fetching rows is collective."""
+
+    module: SequenceModule
+    tables: ShardedTables | None
+    device: torch.device
+
+    @torch.no_grad()
+    def probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the predicted probability of each label of each candidate, and the label: [candidates, tasks] both."""
+        inputs = self.model.prepare(batch.to(self.device))
+        logits = self.model.logits(inputs, self.module.read_rows(inputs.ids, self.tables))
+        return logits.double().sigmoid(), inputs.labels.double()
+
+    @property
+    def model(self) -> Ranking:
+        """The model itself."""
+        assert isinstance(self.module.model, Ranking)  # other tasks have no candidates
+        return self.module.model
+
+
+def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> dict[str, float]:
+    """Return normalized entropy and AUC of each task over the batches of all ranks. A rank may have no candidate."""
+    from torchrec.metrics.metrics_config import RecTaskInfo  # takes seconds to import
+    from torchrec.metrics.ne import NEMetric
+
+    labels = ranker.model.labels
+    settings: dict[str, Any] = {
+        "world_size": world.world_size,
+        "my_rank": world.rank,
+        "batch_size": 1,  # TorchRec only compares it with the window
+        "window_size": _WINDOW,
+        "tasks": [RecTaskInfo(name=label) for label in labels],
+        "compute_on_all_ranks": True,
+        "process_group": world.group,
+    }
+    metrics = [kind(**settings).to(world.device) for kind in (NEMetric, _tie_averaging_auc())]
+    for batch in batches:
+        predictions, targets = (dict(zip(labels, of.unbind(1), strict=True)) for of in ranker.probabilities(batch))
+        for metric in metrics:
+            metric.update(predictions=predictions, labels=targets, weights=None)
+    with warnings.catch_warnings(), world.transport.guard("metrics"):
+        warnings.filterwarnings("ignore", "The ``compute`` method")  # raised on a rank without candidates
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # torchmetrics gathers unequal ranks so
+        values = {name: value for metric in metrics for name, value in metric.compute().items()}
+    names = [(kind, label, key) for kind, key in _REPORTED.items() for label in labels]
+    return {f"{kind}/{label}": float(values[f"{kind}-{label}|{key}"]) for kind, label, key in names}
+
+
+def _tie_averaging_auc() -> Any:
+    """Return an AUC metric in which equal predictions share their labels: TorchRec's depends on arrival order."""
+    from torchrec.metrics import auc
+
+    class TieAveragingAUCComputation(auc.AUCMetricComputation):
+        def _compute(self) -> Any:
+            states = (getattr(self, name) for name in (auc.PREDICTIONS, auc.LABELS, auc.WEIGHTS))
+            predictions, labels, weights = (torch.cat(state, dim=-1)[0] for state in states)
+            _, group = predictions.unique(return_inverse=True)
+            zeros = predictions.new_zeros(len(predictions)).double()
+            positive = zeros.index_add(0, group, (labels * weights).double())
+            share = positive / zeros.index_add(0, group, weights.double())
+            setattr(self, auc.LABELS, [share[group].nan_to_num(0.0).float()[None]])
+            return super()._compute()
+
+    class TieAveragingAUC(auc.AUCMetric):
+        _computation_class = TieAveragingAUCComputation
+
+    return TieAveragingAUC

@@ -1,0 +1,147 @@
+"""A model with its tables over all ranks: the module that DDP replicates, and the embedding tables that are sharded."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from freescale.bubbles.recorder import Recorder, record_comm_hook
+from freescale.config import RunConfig
+from freescale.embedding.ids import UniqueIds, deduplicate
+from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
+from freescale.embedding.tables import ReplicatedTables, Table
+from freescale.models.protocol import Model, Rows
+from freescale.models.ranking import Ranking
+from freescale.models.retrieval import Retrieval
+from freescale.overlap.schedule import bucket_bytes
+from freescale.transport.base import Transport
+from freescale.transport.c10d import C10d
+from freescale.transport.world import World
+
+_MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
+
+
+class SequenceModule(nn.Module):
+    """The sequence model and its replicated tables. Maps inputs and embedding rows to the sum of the losses."""
+
+    def __init__(self, model: Model, replicated: ReplicatedTables | None) -> None:
+        super().__init__()
+        # In the order of use: DDP sends gradients in reverse order, and those of tables are complete last.
+        self.replicated, self.model = replicated, model
+
+    def unique_ids(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, UniqueIds]]:
+        """Return for each part of a batch the distinct ids of the whole batch, and its own positions among them."""
+        result: list[dict[str, UniqueIds]] = [{} for _ in ids]
+        for name, (rows, _) in self.model.tables.items():
+            table_ids = [part[name] for part in ids]
+            unique, index = deduplicate(torch.cat([part.flatten() for part in table_ids]), rows=rows)
+            positions = index.split([part.numel() for part in table_ids])
+            for part, position, shaped in zip(result, positions, table_ids, strict=True):
+                part[name] = UniqueIds(unique, position.view(shaped.shape))
+        return result
+
+    def rows(self, ids: Mapping[str, UniqueIds], fetched: Mapping[str, Tensor] | None) -> dict[str, Rows]:
+        """Return the rows of all tables: those fetched from their owners, or those of the replicated tables."""
+        if fetched is None:
+            assert self.replicated is not None
+            fetched = self.replicated({name: unique.unique for name, unique in ids.items()})
+        return {name: Rows(fetched[name], unique.inverse) for name, unique in ids.items()}
+
+    def read_rows(self, ids: Mapping[str, Tensor], tables: ShardedTables | None) -> dict[str, Rows]:
+        """Return the rows of ids without preparing an update. With sharded tables this is a collective."""
+        (unique,) = self.unique_ids([ids])
+        return self.rows(unique, None if tables is None else tables.read(unique))
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return all weights under the model's own names, replicated tables as `tables.NAME`."""
+        weights = {name.removeprefix("model."): value for name, value in self.state_dict().items()}
+        return {name.replace("replicated.weights.", "tables."): value for name, value in weights.items()}
+
+    def forward(self, inputs: Any, ids: Mapping[str, UniqueIds], fetched: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the sum of the losses of the inputs."""
+        return self.model(inputs, self.rows(ids, fetched))
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model and its tables, over all ranks."""
+
+    module: SequenceModule
+    tables: ShardedTables | None
+    """None where tables are replicated."""
+    plan: list[str]
+    """Which table is placed where and what it costs, as human-readable lines."""
+
+
+def build_sharded_model(
+    config: RunConfig, world: World, model: Model, transport: Transport | None = None
+) -> ShardedModel:
+    """Attach embedding tables to the model and move both to this rank's device.
+
+    `transport`: moves embedding rows; the world's transport by default.
+    """
+    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
+    if config.tables.placement == "replicated":
+        replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
+        module = SequenceModule(model, replicated).to(world.device, dtype)
+        return ShardedModel(module, None, describe_replicated_tables(tables, dtype))
+    sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
+    module = SequenceModule(model, None).to(world.device, dtype)
+    return ShardedModel(module, sharded, describe_sharded_tables(sharded, world.world_size))
+
+
+def build_model(config: RunConfig, *, items: int) -> Model:
+    """Build the model that the config names. `config.seed` determines its weights."""
+    torch.manual_seed(config.seed)
+    return _MODELS[config.task.kind](config, items=items)
+
+
+def build_optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the dense optimizer."""
+    train = config.train
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)
+    betas = (train.beta1, train.beta2)
+    return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
+
+
+def data_parallel(module: SequenceModule, world: World, recorder: Recorder | None = None) -> DistributedDataParallel:
+    """Wrap a module in DDP. Gradients are summed, since each rank divides by the global count already.
+
+    `find_unused_parameters` keeps DDP from rebuilding its buckets after the first step. Rebuilt buckets change the
+    order of additions, and a resumed run would differ in rounding from an uninterrupted one.
+    """
+    dense = sum(weight.nbytes for weight in module.parameters())
+    parallel = DistributedDataParallel(
+        module,
+        process_group=world.group,
+        find_unused_parameters=True,
+        bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # DDP accepts fractions
+    )
+    hook = _sum_gradients if recorder is None else record_comm_hook(_sum_gradients, recorder)
+    parallel.register_comm_hook(world.transport, hook)
+    return parallel
+
+
+def backward(loss: Tensor, after_local: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run the last backward pass of a batch. Calls `after_local` when all gradients of this rank are computed.
+
+    At that point DDP has yet to wait for its all-reduces: what `after_local` starts overlaps with that wait, and the
+    context that it returns surrounds the wait.
+    """
+    # Autograd calls queued callbacks at the end of the graph in queue order; DDP queues its own one later.
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    with ExitStack() as waiting:
+        hook = loss.register_hook(lambda _: queue(lambda: waiting.enter_context(after_local())))
+        loss.backward()
+        hook.remove()  # else the loss would keep itself alive through the batch that `after_local` refers to
+
+
+def _sum_gradients(transport: C10d, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return transport.all_reduce_gradients(bucket)
