@@ -1,1 +1,1 @@
-"""What a user types. Each command is a thin file; the work is done in the rooms below."""
+"""The command line. Commands parse options and print results; the packages below do the work."""

@@ -1,36 +1,320 @@
-"""`freescale doctor`: can training start here, and if not, what mends it."""
+"""`freescale doctor`: checks whether training can start here, and names the remedy for each fault. Imports no torch.
 
+Package metadata is checked first, because a wrong set of packages often cannot be imported. A child process then loads
+torch, FBGEMM and gloo. TorchRec comes last, and only if no earlier check found a fault.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
 
-from freescale.cli import checks
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
 from freescale.progress import progress
 
+TORCH, FBGEMM, TORCHREC, TORCHMETRICS, NCCL = "2.13.0", "1.8.0", "1.8.0", "1.0.3", "2.29.7"
+_SMALL_DEPENDENCIES = ("tensordict", "pyre-extensions", "tqdm")
+_SHM, _SHM_LOW, _SHM_LEAST = Path("/dev/shm"), 1 << 30, 64 << 20
+_FILES_LOW, _FILES_LEAST = 4096, 256
+
+Status = Literal["ok", "warning", "fault"]
+Device = Literal["cpu", "cuda"]
+"""Device to train on."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check. `remedy` is a command where a command can fix it."""
+
+    check: str
+    status: Status
+    what: str
+    why: str = ""
+    remedy: str = ""
+
+
+def fault(check: str, what: str, why: str, remedy: str) -> Finding:
+    """Return a finding that prevents training."""
+    return Finding(check, "fault", what, why, remedy)
+
+
+def ok(check: str, what: str) -> Finding:
+    """Return a finding without a fault."""
+    return Finding(check, "ok", what)
+
+
+def _fbgemm_of(device: Device) -> str:
+    """Return the FBGEMM distribution for a device."""
+    return "fbgemm-gpu" if device == "cuda" else "fbgemm-gpu-cpu"
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a distribution without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch(_device: Device) -> Iterator[Finding]:
+    """Check that torch is installed in the minor version that the other packages are built for."""
+    why = "FBGEMM's and TorchRec's binaries load with one minor of torch only"
+    why = why if installed("torch") else "training needs it"
+    yield _check_version("torch", TORCH, why, f"pip install torch=={TORCH}")
+
+
+def check_fbgemm(device: Device) -> Iterator[Finding]:
+    """Check that exactly one FBGEMM is installed, of the right build and minor version, with intact files."""
+    clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {_fbgemm_of(device)}=={FBGEMM}"
+    what, wrong = _fbgemm(device)
+    yield fault("fbgemm", what, wrong, clean) if wrong else ok("fbgemm", what)
+
+
+def _fbgemm(device: Device) -> tuple[str, str]:
+    """Return which FBGEMM is installed, and what is wrong with it."""
+    builds = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
+    if len(builds) > 1:
+        what = "the CUDA and the CPU build of FBGEMM are both installed"
+        return what, "they share their file names, so each has overwritten parts of the other"
+    if not builds:
+        return f"{_fbgemm_of(device)} is not installed", "it holds the embedding tables"
+    name, version = builds[0], installed(builds[0])
+    if device == "cuda" and name != _fbgemm_of(device):
+        return f"{name} is installed, but cuda needs {_fbgemm_of(device)}", "it has no GPU kernels"
+    if _minor(str(version)) != _minor(FBGEMM):
+        what = f"{name} {version} does not load with torch {installed('torch')}"
+        return what, f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}"
+    if changed := _changed_files(name):
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        what = f"files of {name} are not its own: {changed[0]}{more}"
+        return what, "another package, usually the other FBGEMM build, was installed over them"
+    return f"{name} {version}", ""
+
+
+def check_torchrec(_device: Device) -> Iterator[Finding]:
+    """Check TorchRec and the dependencies that it really needs."""
+    why = "it shards the tables; --no-deps keeps it from replacing FBGEMM"
+    yield _check_version("torchrec", TORCHREC, why, f"pip install --no-deps torchrec=={TORCHREC}")
+    if missing := [name for name in _SMALL_DEPENDENCIES if installed(name) is None]:
+        what, remedy = f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}"
+        yield fault("torchrec", what, "torchrec imports them", remedy)
+    why = "TorchRec's metrics import with other versions and then fail in mid-run"
+    yield _check_version("torchmetrics", TORCHMETRICS, why, f"pip install torchmetrics=={TORCHMETRICS}", exactly=True)
+
+
+def check_nccl_package(device: Device) -> Iterator[Finding]:
+    """Check that NCCL is the version that a CUDA torch was built with."""
+    names = {dist.metadata["Name"] for dist in metadata.distributions()} if device == "cuda" else set()
+    for name in sorted(name for name in names if name.startswith("nvidia-nccl")):
+        if (version := installed(name)) != NCCL:
+            why = f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives"
+            yield fault("nccl", f"{name} {version} instead of {NCCL}", why, f"pip install {name}=={NCCL}")
+
+
+def check_shared_memory(_device: Device) -> Iterator[Finding]:
+    """Check the space for buffers that ranks of one host share."""
+    why = "ranks of one host exchange data through it"
+    if not _SHM.is_dir():
+        yield fault("shared memory", f"{_SHM} is missing", why, f"mount -t tmpfs -o size=8g tmpfs {_SHM}")
+        return
+    free = shutil.disk_usage(_SHM).free
+    why, remedy = f"{why}; containers often get 64 MB", f"mount -o remount,size=8g {_SHM}"
+    remedy += "   (in a container: docker run --shm-size=8g)"
+    what = f"{free / 2**20:,.0f} MiB free in {_SHM}"
+    yield _limited(Finding("shared memory", "warning", what, why, remedy), free, _SHM_LOW, _SHM_LEAST)
+
+
+def check_file_limit(_device: Device) -> Iterator[Finding]:
+    """Check the limit of file descriptors: part files and one socket per peer."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    why = "every rank keeps a socket to every other and tens of data files open"
+    low = Finding("file descriptors", "warning", f"limit of {soft:,}", why, "ulimit -n 65536")
+    yield _limited(low, soft, _FILES_LOW, _FILES_LEAST)
+
+
+def check_gloo_interface(_device: Device) -> Iterator[Finding]:
+    """Check that the interface of GLOO_SOCKET_IFNAME exists."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    present = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in present:
+            what = f"GLOO_SOCKET_IFNAME names '{name}', which does not exist"
+            why = f"interfaces here: {', '.join(present)}"
+            yield fault("gloo", what, why, "unset GLOO_SOCKET_IFNAME, or name one of them")
+
+
+_PACKAGES = (check_torch, check_fbgemm, check_torchrec, check_nccl_package)
+STATIC = (*_PACKAGES, check_gloo_interface, check_shared_memory, check_file_limit)
+
+
+def check_by_loading(device: Device) -> Iterator[Finding]:
+    """Load torch, FBGEMM and gloo in a child process, which may crash."""
+    results, reinstall = _run_child(_LOAD), "pip install --force-reinstall"
+    torch = results.get("torch")
+    if torch is None:
+        yield fault("torch", "torch does not import", results["died"], f"{reinstall} torch=={TORCH}")
+        return
+    if device == "cuda":
+        yield from _gpu(torch)
+    if (fbgemm := results.get("fbgemm")) != "ok":
+        remedy = f"{reinstall} --no-deps {_fbgemm_of(device)}=={FBGEMM}"
+        yield fault("fbgemm", "FBGEMM does not load", fbgemm or results["died"], remedy)
+    if (gloo := results.get("gloo", "not reached")) == "ok":
+        yield ok("gloo", "a gloo group can be made")
+    elif gloo != "not reached":
+        remedy = "export GLOO_SOCKET_IFNAME=lo   (or the interface that the hosts share)"
+        yield fault("gloo", "a gloo group cannot be made", gloo, remedy)
+
+
+def check_torchrec_imports(_device: Device) -> Iterator[Finding]:
+    """Check that TorchRec imports."""
+    results, remedy = _run_child(_TORCHREC), f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}"
+    if results.get("torchrec") == "ok":
+        yield ok("torchrec", "torchrec imports, with its metrics")
+    else:
+        yield fault("torchrec", "torchrec does not import", results.get("torchrec") or results["died"], remedy)
+
+
+def has_gpu_driver() -> bool:
+    """Return whether this machine seems to have an NVIDIA GPU."""
+    return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+
+
+def _check_version(name: str, required: str, why: str, remedy: str, *, exactly: bool = False) -> Finding:
+    """Check that a distribution has the required minor version, or exactly the required version."""
+    version = installed(name)
+    if version is None:
+        return fault(name, f"{name} is not installed", why, remedy)
+    matches = version == required if exactly else _minor(version) == _minor(required)
+    if matches:
+        return ok(name, f"{name} {version}")
+    return fault(name, f"{name} {version} instead of {required}", why, remedy)
+
+
+def _limited(low: Finding, amount: int, enough: int, least: int) -> Finding:
+    """Return the finding for an amount: ok, the warning `low`, or the same as a fault."""
+    if amount >= enough:
+        return ok(low.check, low.what)
+    return low if amount >= least else replace(low, status="fault")
+
+
+def _gpu(torch: dict[str, Any]) -> Iterator[Finding]:
+    build = f"pip install --force-reinstall torch=={TORCH}   (the CUDA build)"
+    if torch["nccl"] is None:
+        yield fault("nccl", f"torch {torch['version']} has no NCCL", "it is a CPU build", build)
+    elif torch["nccl"] != NCCL:
+        yield fault("nccl", f"NCCL {torch['nccl']} instead of {NCCL}", f"torch {TORCH} ships {NCCL}", build)
+    else:
+        yield ok("nccl", f"NCCL {torch['nccl']}")
+    if torch["gpus"]:
+        yield ok("gpu", f"{torch['gpus']} GPUs")
+    else:
+        why = "no driver, no device, or CUDA_VISIBLE_DEVICES hides them"
+        yield fault(
+            "gpu",
+            "no GPU is visible",
+            why,
+            "nvidia-smi   (must list the GPUs; else: CUDA_VISIBLE_DEVICES= freescale train ...)",
+        )
+
+
+_LOAD = """
+import datetime, json, torch
+def say(**what): print("CHECK " + json.dumps(what), flush=True)
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() or torch.version.cuda else None
+say(torch={"version": torch.__version__, "nccl": nccl, "gpus": torch.cuda.device_count()})
+try:
+    import fbgemm_gpu
+    torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2, dtype=torch.int64))
+    say(fbgemm="ok")
+except Exception as error: say(fbgemm=(str(error) or type(error).__name__).splitlines()[0])
+try:
+    import torch.distributed as dist
+    soon = datetime.timedelta(seconds=10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=soon)
+    dist.all_reduce(torch.ones(1))
+    say(gloo="ok")
+except Exception as error: say(gloo=(str(error) or type(error).__name__).splitlines()[0])
+"""
+
+_TORCHREC = """
+import json
+try:
+    import torchrec, torchrec.metrics.ne, torchrec.distributed.model_parallel
+    what = "ok"
+except Exception as error: what = (str(error) or type(error).__name__).splitlines()[0]
+print("CHECK " + json.dumps({"torchrec": what}), flush=True)
+"""
+
+
+def _run_child(code: str) -> dict[str, Any]:
+    """Run code that reports its results; `died` holds the last line of its output if a result is missing."""
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return {"died": "no answer within 180 s"}
+    results: dict[str, Any] = {}
+    for line in ended.stdout.splitlines():
+        if line.startswith("CHECK "):
+            results |= json.loads(line.removeprefix("CHECK "))
+    last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return {**results, "died": last}
+
+
+def _changed_files(name: str) -> list[str]:
+    """Return the files of a distribution that differ from its record."""
+    changed = []
+    for file in metadata.distribution(name).files or []:
+        if file.hash is None or not file.parts[0].startswith("fbgemm_gpu") or file.suffix not in (".so", ".py"):
+            continue
+        path = Path(str(file.locate()))
+        if not path.is_file() or file.size not in (None, path.stat().st_size) or _digest(path) != file.hash.value:
+            changed.append(str(file))
+    return changed
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return base64.urlsafe_b64encode(hashlib.file_digest(file, "sha256").digest()).rstrip(b"=").decode()
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DoctorOptions:
     """Check versions, devices, transports and limits. Exits with 0 only when training can start.
 
     freescale doctor --device cpu
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What training is to run on; auto takes the GPU where there is a driver."""
+    """Device to train on; auto: the GPU where there is a driver."""
     json: Flag = False
     """Print the findings as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
-def run(argv: Sequence[str], prog: str) -> int:
-    """Look at everything, print it, and judge."""
-    options = parse(Options, argv, prog)
-    on_gpu = options.device == "cuda" or (options.device == "auto" and checks.has_gpu_driver())
-    device: checks.Device = "cuda" if on_gpu else "cpu"
-    with progress("looking at packages and devices"):
+def run_doctor(argv: Sequence[str], prog: str) -> int:
+    """Run all checks and print their findings."""
+    options = parse(DoctorOptions, argv, prog)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and has_gpu_driver())
+    device: Device = "cuda" if on_gpu else "cpu"
+    with progress("checking packages and devices"):
         findings = list(_examine(device))
     ready = all(finding.status != "fault" for finding in findings)
     if options.json:
@@ -40,18 +324,18 @@ def run(argv: Sequence[str], prog: str) -> int:
     return 0 if ready else InstallError.exit_code
 
 
-def _examine(device: checks.Device) -> Iterator[checks.Finding]:
-    """Metadata first, then loading; TorchRec last and only when nothing before it was at fault."""
-    findings = [finding for check in checks.STATIC for finding in check(device)]
+def _examine(device: Device) -> Iterator[Finding]:
+    """Run the checks in order; skip TorchRec if an earlier check found a fault."""
+    findings = [finding for check in STATIC for finding in check(device)]
     yield from findings
-    if checks.installed("torch"):
-        findings += (loaded := list(checks.check_by_loading(device)))
+    if installed("torch"):
+        findings += (loaded := list(check_by_loading(device)))
         yield from loaded
     if all(finding.status != "fault" for finding in findings):
-        yield from checks.check_torchrec_imports(device)
+        yield from check_torchrec_imports(device)
 
 
-def _lines(findings: Sequence[checks.Finding]) -> Iterator[str]:
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield f"{finding.status:<8} {finding.check}: {finding.what}"
         if finding.status != "ok":

@@ -1,6 +1,6 @@
-"""The console command: find the subcommand, run it, and turn our errors into one readable message.
+"""The console command: dispatches to a subcommand and prints our errors as one readable message.
 
-Subcommands are imported only when they run, so `freescale --help` is quick and imports no torch.
+Subcommands are imported only when they run, so `freescale --help` is fast and imports no torch.
 """
 
 import contextlib
@@ -20,29 +20,30 @@ from freescale.progress import session
 
 
 class Command(NamedTuple):
-    """A subcommand: where it lives and what it is for."""
+    """A subcommand: the function that runs it, and its purpose."""
 
     module: str
+    function: str
     summary: str
 
 
 COMMANDS = {
-    "doctor": Command("freescale.cli.doctor", "check versions, devices and limits; each fault with its remedy"),
-    "config": Command("freescale.cli.config_show", "print a recipe or a TOML file, whole, with overrides applied"),
-    "data import": Command("freescale.cli.data_import", "turn a public data set or an event log into histories"),
-    "data synth": Command("freescale.cli.data_synth", "make up a log of any size"),
-    "data stats": Command("freescale.cli.data_stats", "lengths, popularity, and the bubble of random batches"),
-    "train": Command("freescale.cli.train", "train a recipe or a config, on one rank or many"),
-    "runs": Command("freescale.cli.runs", "what was trained here, how far it came, and how good it became"),
-    "report": Command("freescale.cli.report", "where the time of a training went: table, page, trace"),
-    "simulate": Command("freescale.cli.simulate", "what other clusters and sizes would do with a run"),
-    "bench transport": Command("freescale.cli.bench_transport", "how quick each way between ranks is here"),
-    "bench step": Command("freescale.cli.bench_step", "what each technique wins here, against TorchRec's loops"),
-    "bench attention": Command("freescale.cli.bench_attention", "is attention right on this device, and how quick"),
-    "selftest": Command("freescale.cli.selftest", "correctness of every way and technique on your machines"),
-    "evaluate": Command("freescale.cli.evaluate", "metrics of a trained model on what it has not seen"),
-    "predict": Command("freescale.cli.predict", "the best items for every user, to Parquet"),
-    "export": Command("freescale.cli.export", "a trained model as safetensors, with vocabulary and config"),
+    "doctor": Command("doctor", "run_doctor", "check versions, devices and limits; each fault with its remedy"),
+    "config": Command("train", "run_config", "print a recipe or a TOML file, whole, with overrides applied"),
+    "data import": Command("data", "run_import", "turn a public data set or an event log into histories"),
+    "data synth": Command("data", "run_synth", "generate a synthetic log of any size"),
+    "data stats": Command("data", "run_stats", "lengths, popularity, and the bubble of random batches"),
+    "train": Command("train", "run_train", "train a recipe or a config, on one rank or many"),
+    "runs": Command("report", "run_list", "list the trainings here with their progress and best metric"),
+    "report": Command("report", "run_report", "where the time of a training went: table, page, trace"),
+    "simulate": Command("simulate", "run_simulate", "what other clusters and sizes would do with a run"),
+    "bench transport": Command("bench", "run_transport", "speed of each transport between ranks"),
+    "bench step": Command("bench", "run_step", "what each technique gains here, against TorchRec's loops"),
+    "bench attention": Command("bench", "run_attention", "correctness and speed of attention on this device"),
+    "selftest": Command("selftest", "run_selftest", "correctness of every transport and technique on your machines"),
+    "evaluate": Command("trained_model", "run_evaluate", "metrics of a trained model on held-out data"),
+    "predict": Command("trained_model", "run_predict", "the best items for every user, to Parquet"),
+    "export": Command("trained_model", "run_export", "a trained model as safetensors, with vocabulary and config"),
 }
 
 _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty install, 5 a rank lost,
@@ -50,9 +51,9 @@ _EXIT_CODES = """exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit code."""
+    """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # A rank has a handler already: the process that started it writes what all ranks log alike once.
+    # A rank has a handler already, which sends its records to the agent for deduplication.
     with contextlib.nullcontext() if logger.handlers else handled_by(ConsoleHandler()):
         return _run(words)
 
@@ -68,22 +69,22 @@ def _run(words: list[str]) -> int:
         logger.info("interrupted")
         eval("None")  # else CPython exits by SIGINT if the exception passed through `exec` of a string, as in an import
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, which is its right
+    except BrokenPipeError:  # the reader of our output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # the last resort: who writes knows better what to say (see `errors.writing`)
+    except OSError as error:  # a last resort: code that writes gives better messages (see `errors.writing`)
         if not is_file_error(error):
             raise
-        refused = StorageError.from_os_error(error)
-        logger.error("%s", refused)
-        return refused.exit_code
+        storage_error = StorageError.from_os_error(error)
+        logger.error("%s", storage_error)
+        return storage_error.exit_code
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, so that it removes what it has half written.
+    """Let SIGTERM end a command as Ctrl-C does, so that it removes incomplete files.
 
-    Not in a rank: one that waits for another in native code would not hear of it, and has to end at once.
+    Not in a rank: native code that waits for another rank would delay the handler, and a rank has to end at once.
     """
     if is_rank() or threading.current_thread() is not threading.main_thread():
         yield
@@ -111,13 +112,15 @@ def _dispatch(words: list[str]) -> int:
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in COMMANDS:
-            return importlib.import_module(COMMANDS[name].module).run(words[length:], f"freescale {name}")
+            command = COMMANDS[name]
+            module = importlib.import_module(f"freescale.cli.{command.module}")
+            return getattr(module, command.function)(words[length:], f"freescale {name}")
     group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{words[0]} ")}
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
         sys.stdout.write(_help(group))
         return 0
-    asked = " ".join(words[:2] if group else words[:1])
-    raise UsageError(f"no command is called '{asked}'", remedy=suggest(asked, group or COMMANDS))
+    unknown = " ".join(words[:2] if group else words[:1])
+    raise UsageError(f"no command is called '{unknown}'", remedy=suggest(unknown, group or COMMANDS))
 
 
 def _help(commands: dict[str, Command] | None = None) -> str:
@@ -126,7 +129,7 @@ def _help(commands: dict[str, Command] | None = None) -> str:
     lines = [f"  freescale {name:<{width}}  {command.summary}" for name, command in shown.items()]
     return "\n".join(
         [
-            "FreeScale: training sequence recommendation models without bubbles.",
+            "FreeScale: distributed training of sequence recommendation models without bubbles.",
             "",
             *lines,
             "",

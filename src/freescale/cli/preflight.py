@@ -1,4 +1,4 @@
-"""What a command can refuse before torch is imported, which takes seconds. Ranks check the same where it matters."""
+"""Checks that a command runs before it imports torch, which takes seconds. Ranks check the same where it matters."""
 
 import argparse
 from dataclasses import replace
@@ -13,33 +13,33 @@ from freescale.errors import InstallError
 from freescale.launch import is_forked
 
 
-def train(config: configs.RunConfig, out: Path, options: argparse.Namespace, *, joins: bool) -> None:
-    """Check what a training needs. `joins`: its host may come later than others, to a run that goes on."""
+def check_train(config: configs.RunConfig, out: Path, options: argparse.Namespace, *, joins: bool) -> None:
+    """Check what a training needs. `joins`: this host may join a run that other hosts have started."""
     if is_forked():
         return
     if options.tensorboard and find_spec("tensorboard") is None:
         raise InstallError(
             "--tensorboard needs a package that is missing", remedy="pip install 'freescale[tensorboard]'"
         )
-    data(config)
+    check_data(config)
     if not joins and not is_restart():
         newest = complete_checkpoints(out / "checkpoints")[-1:]
         require_start(out, newest[0] if newest else None, resume=options.resume)
 
 
-def use(run: Path, path: str | None) -> None:
-    """Check what a command on a trained model needs. `path`: of another data set than the run's."""
+def check_trained_model(run: Path, path: str | None) -> None:
+    """Check what a command on a trained model needs. `path`: another data set than the run's."""
     if is_forked():
         return
     config = configs.load_run(run)
     require_complete(run)
-    data(replace(config, data=replace(config.data, path=path or config.data.path, test_path="")))
+    check_data(replace(config, data=replace(config.data, path=path or config.data.path, test_path="")))
 
 
-def data(config: configs.RunConfig) -> None:
+def check_data(config: configs.RunConfig) -> None:
     """Check that the data sets of a config can be opened."""
     if is_forked():
         return
-    given = config.data
-    for path in filter(None, (given.path, given.test_path)):
-        Dataset(path, features=given.features, longest=given.longest, quarantine=Quarantine(given.on_bad))
+    data = config.data
+    for path in filter(None, (data.path, data.test_path)):
+        Dataset(path, features=data.features, longest=data.longest, quarantine=Quarantine(data.on_bad))

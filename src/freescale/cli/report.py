@@ -1,9 +1,10 @@
-"""`freescale report`: how a training went, where its time went, and what to do about it."""
+"""`freescale report` and `freescale runs`: how trainings went, where their time went, and what to do about it."""
 
 import json
+import time
 import webbrowser
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,17 @@ from freescale.cli.options import Flag, parse, print_json, print_table, say, wri
 from freescale.errors import UsageError
 from freescale.progress import progress
 from freescale.train import curves
-from freescale.train.metrics_logger import count_damaged_lines, entry_value, read_entries
+from freescale.train.metrics_logger import METRICS_FILE, count_damaged_lines, entry_value, read_entries
+
+_BETTER = {"ndcg@10": max, "ne": min}
+"""Metrics of model quality, and which of two values is better."""
+_UNRESPONSIVE_SECONDS = 60.0
+"""Age of the last record from which a run without an end entry counts as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a training went and where its time went: a table here, a page and a trace beside the run. Two are compared.
+class ReportOptions:
+    """Print how a training went and where its time went; write a page and a trace next to the run. Compares two runs.
 
     freescale report runs/latest --open
     """
@@ -42,23 +48,23 @@ class Options:
     from_kineto: Path | None = None
     """Instead: a folder of torch.profiler traces of all ranks, of any trainer."""
     steps: tuple[int, ...] = ()
-    """Sampled steps to draw; without, a middling one and the slowest."""
+    """Sampled steps to draw; by default a median one and the slowest."""
     open: Flag = False
     """Open the page in a browser."""
     json: Flag = False
     """Print everything as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a run left in its folder."""
+class _RunRecords:
+    """The records and metrics in the folder of a run."""
 
     folder: Path
     recorded: records.RunRecord | None
-    """None before the first interval was recorded."""
-    noted: curves.RunMetrics
+    """None before the first interval is recorded."""
+    metrics: curves.RunMetrics
 
     @cached_property
     def summary(self) -> Summary | None:
@@ -68,32 +74,32 @@ class _Found:
     @property
     def lead(self) -> str:
         """The run in a line or two."""
-        told = [curves.headline(self.noted)] if self.noted.entries else []
-        told += [] if self.summary is None else [headline(self.summary)]
-        return "\n".join(told)
+        lines = [curves.headline(self.metrics)] if self.metrics.entries else []
+        lines += [] if self.summary is None else [headline(self.summary)]
+        return "\n".join(lines)
 
 
-def run(argv: Sequence[str], prog: str) -> int:
+def run_report(argv: Sequence[str], prog: str) -> int:
     """Print how the training went and where the time went; write the page and the trace."""
-    options = parse(Options, argv, prog)
+    options = parse(ReportOptions, argv, prog)
     for run in () if options.json else options.runs:
-        _tell_how_it_was_lost(run)
+        _print_last_operations(run)
     with progress("reading records"):
-        found = _read(options, prog)
+        runs = _read_runs(options, prog)
+    several = len(runs) > 1
     if options.json:
-        print_json(
-            {str(one.folder): _figures(one) for one in found} if len(found) > 1 else _one_as_json(options, found[0])
-        )
+        values = {str(run.folder): _run_values(run) for run in runs} if several else _run_as_json(options, runs[0])
+        print_json(values)
         return 0
-    written = _compare(*found) if len(found) > 1 else _show(found[0], options.steps)
+    written = _compare_runs(*runs) if several else _print_run(runs[0], options.steps)
     say(*(f"{name}: {path}" for name, path in written.items()))
     if options.open and not webbrowser.open(written["page"].resolve().as_uri()):
         say("no browser was found to open it")
     return 0
 
 
-def _tell_how_it_was_lost(run: Path) -> None:
-    """What every rank was about when a start of this run did not end well."""
+def _print_last_operations(run: Path) -> None:
+    """Print the last operations of every rank if a start of this run did not end well."""
     if lost := flight_recorder.read(run):
         header = ["rank", "step of its start", "begun and not ended", "silent before the last"]
         print_table(
@@ -104,103 +110,172 @@ def _tell_how_it_was_lost(run: Path) -> None:
         )
 
 
-def _read(options: Options, prog: str) -> list[_Found]:
+def _read_runs(options: ReportOptions, prog: str) -> list[_RunRecords]:
     if options.from_kineto is not None and not options.runs:
         traces, folder = read_traces(options.from_kineto), options.from_kineto
-        return [
-            _Found(folder, records.from_steps(traces.steps, traces.clock_bound), curves.RunMetrics(str(folder), []))
-        ]
+        recorded = records.from_steps(traces.steps, traces.clock_bound)
+        return [_RunRecords(folder, recorded, curves.RunMetrics(str(folder), []))]
     if options.from_kineto is not None or len(options.runs) not in (1, 2):
         remedy = f"see {prog} --help"
         raise UsageError("name one run, two runs to compare, or --from-kineto and a folder", remedy=remedy)
-    return [_found(run) for run in options.runs]
+    return [_read_run(run) for run in options.runs]
 
 
-def _found(run: Path) -> _Found:
-    """A run that was ended before the first interval has metrics only."""
-    noted = curves.RunMetrics(str(run), list(read_entries(run)), count_damaged_lines(run))
-    recorded = records.read(run) if records.is_recorded(run) or not noted.entries else None
-    return _Found(run, recorded, noted)
+def _read_run(run: Path) -> _RunRecords:
+    """Read a run. One that ended before the first interval has metrics only."""
+    metrics = curves.RunMetrics(str(run), list(read_entries(run)), count_damaged_lines(run))
+    recorded = records.read(run) if records.is_recorded(run) or not metrics.entries else None
+    return _RunRecords(run, recorded, metrics)
 
 
-def _show(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
-    """Print one run and write its files."""
-    written, summary, noted = _write(one, steps), one.summary, one.noted
-    say(*([curves.headline(noted)] if noted.entries else []), *_recoveries(noted))
-    starts = curves.start_rows(noted)
+def _print_run(run: _RunRecords, steps: tuple[int, ...]) -> dict[str, Path]:
+    """Print a run and write its files."""
+    written, summary, metrics = _write_files(run, steps), run.summary, run.metrics
+    say(*([curves.headline(metrics)] if metrics.entries else []), *_recoveries(metrics))
+    starts = curves.start_rows(metrics)
     if len(starts) > 1:
         print_table("starts", curves.STARTS_HEADER, starts, words=(0, 1, 6))
     if summary is None:
         say("no interval of steps was recorded yet, so nothing is known of where the time went")
         return written
     say(headline(summary))
-    print_table(str(one.folder), HEADER, cause_rows(summary.lines))
+    print_table(str(run.folder), HEADER, cause_rows(summary.lines))
     say(*(f"{cause}: {text}" for cause, text in advice(summary.lines)))
     return written
 
 
-def _recoveries(run: curves.RunMetrics) -> Iterator[str]:
-    """How often ranks were started again, and how long it took until they had done a step."""
-    if took := [entry_value(entry, "seconds", 0.0) for entry in run.entries if entry["kind"] == "recovery"]:
-        yield f"started again {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s"
+def _recoveries(metrics: curves.RunMetrics) -> Iterator[str]:
+    """Yield how often ranks restarted, and how long each recovery took."""
+    if took := [entry_value(entry, "seconds", 0.0) for entry in metrics.entries if entry["kind"] == "recovery"]:
+        yield f"restarted {len(took)} times, in {sum(took) / len(took):.1f} s each, at most {max(took):.1f} s"
 
 
-def _write(one: _Found, steps: tuple[int, ...]) -> dict[str, Path]:
-    samples = {} if one.recorded is None else one.recorded.samples
+def _write_files(run: _RunRecords, steps: tuple[int, ...]) -> dict[str, Path]:
+    samples = {} if run.recorded is None else run.recorded.samples
     if unknown := [step for step in steps if step not in samples]:
         remedy = f"choose from {', '.join(map(str, samples))}" if samples else "leave out --steps"
-        raise UsageError(f"step {unknown[0]} was not kept whole", where=str(one.folder), remedy=remedy)
-    folder = one.folder / records.FOLDER
-    sections = curves.training_sections([one.noted]) if one.noted.entries or one.noted.damaged else []
-    sections += [] if one.recorded is None else report_sections(one.recorded, steps or representative_steps(samples))
+        raise UsageError(f"step {unknown[0]} was not kept whole", where=str(run.folder), remedy=remedy)
+    folder = run.folder / records.FOLDER
+    sections = curves.training_sections([run.metrics]) if run.metrics.entries or run.metrics.damaged else []
+    sections += [] if run.recorded is None else report_sections(run.recorded, steps or representative_steps(samples))
     written = {"page": folder / "report.html", "trace": folder / "trace.json"}
-    write_page(written["page"], page.document(str(one.folder), one.lead, *sections))
+    write_page(written["page"], page.document(str(run.folder), run.lead, *sections))
     written["trace"].write_text(json.dumps(chrome_trace(samples)), encoding="utf-8")
     return written
 
 
-def _one_as_json(options: Options, one: _Found) -> dict[str, Any]:
-    return _figures(one) | {name: str(path) for name, path in _write(one, options.steps).items()}
+def _run_as_json(options: ReportOptions, run: _RunRecords) -> dict[str, Any]:
+    return _run_values(run) | {name: str(path) for name, path in _write_files(run, options.steps).items()}
 
 
-def _figures(one: _Found) -> dict[str, Any]:
-    summary, training = one.summary, curves.training_values(one.noted) if one.noted.entries else {}
+def _run_values(run: _RunRecords) -> dict[str, Any]:
+    summary, training = run.summary, curves.training_values(run.metrics) if run.metrics.entries else {}
     if summary is None:
         return training
     causes = {line.cause: {n: v for n, v in line._asdict().items() if n != "cause"} for line in summary.lines}
     return summary._asdict() | {"bubble_percent": summary.bubble_percent, "lines": causes} | training
 
 
-def _compare(one: _Found, two: _Found) -> dict[str, Path]:
-    """Two runs side by side: their figures in one chart each, and their times cause by cause."""
-    compared, leads = _by_cause(one, two), [f"{found.folder}: {found.lead}" for found in (one, two)]
+def _compare_runs(first: _RunRecords, second: _RunRecords) -> dict[str, Path]:
+    """Compare two runs: their metrics in one chart each, and their times by cause."""
+    compared, leads = _by_cause(first, second), [f"{run.folder}: {run.lead}" for run in (first, second)]
     say(*leads)
     if compared:
-        print_table("ms per step", ["cause", str(one.folder), str(two.folder), "difference", "ratio"], compared)
-    names = _short_names(one.folder, two.folder)
+        print_table("ms per step", ["cause", str(first.folder), str(second.folder), "difference", "ratio"], compared)
+    names = _short_names(first.folder, second.folder)
     sections = curves.training_sections(
-        [found.noted._replace(name=name) for found, name in zip((one, two), names, strict=True)]
+        [run.metrics._replace(name=name) for run, name in zip((first, second), names, strict=True)]
     )
     if compared:
         shown = page.table(["cause", *names, "difference", "ratio"], compared)
         sections.append(page.section("Causes", "Milliseconds per step, mean of all ranks.", shown))
-    path = one.folder / records.FOLDER / f"compare-{two.folder.resolve().name}.html"
+    path = first.folder / records.FOLDER / f"compare-{second.folder.resolve().name}.html"
     write_page(path, page.document(" and ".join(names), "\n".join(leads), *sections))
     return {"page": path}
 
 
 def _short_names(*folders: Path) -> list[str]:
-    """The last part of each path where that tells them apart."""
+    """Return the last part of each path where that is unique."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [f"{i}: {folder}" for i, folder in enumerate(folders, start=1)]
 
 
-def _by_cause(one: _Found, two: _Found) -> list[list[str]]:
-    """The step and every cause that took any time, as far as both runs recorded them."""
-    first, second = one.summary, two.summary
-    if first is None or second is None:
+def _by_cause(first: _RunRecords, second: _RunRecords) -> list[list[str]]:
+    """Return table rows of the step and every cause that took time, if both runs recorded them."""
+    one, other = first.summary, second.summary
+    if one is None or other is None:
         return []
-    pairs = [("step", first.step_ms, second.step_ms)]
-    pairs += [(a.cause, a.ms, b.ms) for a, b in zip(first.lines, second.lines, strict=True)]
-    seen = [(cause, a, b, f"{b / a:.2f}x" if a else "") for cause, a, b in pairs if max(a, b) >= 0.005]
-    return [[cause, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", ratio] for cause, a, b, ratio in seen]
+    pairs = [("step", one.step_ms, other.step_ms)]
+    pairs += [(a.cause, a.ms, b.ms) for a, b in zip(one.lines, other.lines, strict=True)]
+    rows = [(cause, a, b, f"{b / a:.2f}x" if a else "") for cause, a, b in pairs if max(a, b) >= 0.005]
+    return [[cause, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", ratio] for cause, a, b, ratio in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunListOptions:
+    """List the runs in a folder with their state, their last loss and their best metric, the newest last.
+
+    freescale runs
+    """
+
+    folder: tyro.conf.Positional[Path] = Path("runs")
+    """Where `freescale train` puts them."""
+    json: Flag = False
+    """Print the list as JSON."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One row of the list."""
+
+    name: str
+    state: str
+    step: int
+    loss: float | None
+    best: str
+    changed: str
+
+
+def run_list(argv: Sequence[str], prog: str) -> int:
+    """Print the list."""
+    options = parse(RunListOptions, argv, prog)
+    folders = [path for path in options.folder.glob("*") if (path / METRICS_FILE).exists() and not path.is_symlink()]
+    runs = [_summarize_run(path) for path in sorted(folders, key=lambda path: (path / METRICS_FILE).stat().st_mtime)]
+    if options.json:
+        print_json([asdict(run) for run in runs])
+        return 0
+    if not runs:
+        say(f"no runs in {options.folder}")
+        return 0
+    rows = [
+        [r.name, r.state, f"{r.step:,}", "" if r.loss is None else f"{r.loss:.4f}", r.best, r.changed] for r in runs
+    ]
+    print_table(str(options.folder), ["run", "state", "step", "loss", "best", "changed"], rows, words=(0, 1, 4, 5))
+    return 0
+
+
+def _summarize_run(folder: Path) -> RunSummary:
+    entries = list(read_entries(folder))
+    trained = [entry for entry in entries if entry["kind"] == "train"]
+    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / METRICS_FILE).stat().st_mtime))
+    step, loss = (trained[-1]["step"], trained[-1].get("loss")) if trained else (0, None)
+    loss, state = loss if isinstance(loss, float) else None, _run_state(folder, entries)
+    return RunSummary(folder.name, state, step, loss, _best_metric(entries), changed)
+
+
+def _run_state(folder: Path, entries: Sequence[dict[str, Any]]) -> str:
+    """Return the state from the end entry, or from the flight recorders if there is none."""
+    if entries and entries[-1]["kind"] == "end":
+        return "done" if entries[-1].get("finished") else "stopped"
+    last = [operations[-1].at for operations in flight_recorder.read(folder).values() if operations]
+    return "running" if last and time.time() - max(last) / 1e9 < _UNRESPONSIVE_SECONDS else "lost"
+
+
+def _best_metric(entries: Sequence[dict[str, Any]]) -> str:
+    """Return the best value over all evaluations, of the first of several labels."""
+    evaluated = [entry for entry in entries if entry["kind"] == "evaluate"]
+    for name in evaluated[0] if evaluated else ():
+        values = [entry[name] for entry in evaluated if isinstance(entry.get(name), float)]
+        if name.split("/")[0] in _BETTER and values:
+            return f"{name} {_BETTER[name.split('/')[0]](values):.4f}"
+    return ""

@@ -12,7 +12,7 @@ _DEADLINE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SelftestOptions:
     """Run every way between ranks and every technique for a few steps. Exits with 0 only when none failed.
 
     freescale selftest --nproc 2
@@ -28,9 +28,9 @@ class Options:
     """Show no progress, only results, notes and errors."""
 
 
-def run(argv: Sequence[str], prog: str) -> int:
+def run_selftest(argv: Sequence[str], prog: str) -> int:
     """Check everything and print what became of each."""
-    options = parse(Options, argv, prog)
+    options = parse(SelftestOptions, argv, prog)
     if (code := launch_ranks(["selftest", *argv], nproc=options.nproc)) is not None:
         return code
     with progress("starting"):

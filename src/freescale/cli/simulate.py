@@ -34,7 +34,7 @@ _BATCH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SimulateOptions:
     """Simulate a run, or a model on a data set, on other machines: throughput, bubbles by cause, and how sure that is.
 
     freescale simulate runs/latest --gpus 64 256 1024 --cluster h100
@@ -66,9 +66,9 @@ class Options:
     """Show no progress, only results, notes and errors."""
 
 
-def run(argv: Sequence[str], prog: str) -> int:
+def run_simulate(argv: Sequence[str], prog: str) -> int:
     """Simulate, print and draw."""
-    options = parse(Options, argv, prog)
+    options = parse(SimulateOptions, argv, prog)
     if (options.run is None) == (options.from_data is None):
         raise UsageError("name a run, or --from-data and a data set", remedy=f"see {prog} --help")
     check_all(
@@ -93,7 +93,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _question(options: Options) -> tuple[Question, list[str]]:
+def _question(options: SimulateOptions) -> tuple[Question, list[str]]:
     """What is asked, and what the answer rests on."""
     config, batch = _config(options)
     found = compute_stats(Dataset(config.data.path))
@@ -112,7 +112,7 @@ def _question(options: Options) -> tuple[Question, list[str]]:
     return Question(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
 
 
-def _asked(options: Options) -> tuple[configs.RunConfig, int]:
+def _asked(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
     """The config of the run or the recipe, and its samples per rank."""
     if options.run is None:
         config = configs.resolve(options.model)
@@ -121,7 +121,7 @@ def _asked(options: Options) -> tuple[configs.RunConfig, int]:
     return config, max(1, config.data.global_batch // records.read_machine(options.run).world_size)
 
 
-def _config(options: Options) -> tuple[configs.RunConfig, int]:
+def _config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
     """The config that is simulated, and its samples per rank."""
     config, batch = _asked(options)
     data = replace(config.data, max_history=options.max_history or config.data.max_history)

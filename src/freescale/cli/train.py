@@ -1,17 +1,18 @@
-"""`freescale train`: a recipe or a config file, on one rank or many."""
+"""`freescale train` and `freescale config`: train a recipe or a config file, or print it."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
-from freescale.config import RunConfig
+from freescale.config import RECIPES, RunConfig, resolve, to_toml
 from freescale.launch.launcher import Hosts, launch_ranks
 from freescale.progress import progress
 
-_HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
+_TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
   freescale train tiny --data data/demo --nproc 2
   freescale train run.toml --nproc 8 --hosts 2:4 --rdzv-endpoint 10.0.0.1:29400    (on every host)
@@ -19,32 +20,51 @@ _HELP = """Train a recipe or a TOML file; any field of the config is a flag (--t
   srun freescale train run.toml
 """
 
+_CONFIG_HELP = f"""usage: freescale config RECIPE|FILE.toml [--FIELD VALUE ...]
 
-def run(argv: Sequence[str], prog: str) -> int:
-    """Train here, or start the ranks that do."""
-    options, config = parse_run(_parser(prog), argv)
+Print the resolved config as TOML, with the meaning of each field above it. Every field can be given as a flag,
+such as --data.global-batch 64.
+
+  freescale config tiny --data.path data/kr > run.toml
+
+recipes: {", ".join(RECIPES)}
+"""
+
+
+def run_config(argv: Sequence[str], prog: str) -> int:
+    """Print the config that a run would have."""
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(_CONFIG_HELP)
+        return 0
+    config = resolve(argv[0], argv[1:], prog=f"{prog} {argv[0]}")
+    sys.stdout.write(to_toml(config, explain=True))
+    return 0
+
+
+def run_train(argv: Sequence[str], prog: str) -> int:
+    """Train in this process, or start the ranks."""
+    options, config = parse_run(_train_parser(prog), argv)
     hosts = Hosts.parse(options.hosts, options.rdzv_endpoint)
     out = options.out or Path("runs") / Path(options.source).stem
-    preflight.train(config, out, options, joins=hosts is not None)
+    preflight.check_train(config, out, options, joins=hosts is not None)
     with RunLock(out) as lock:
-        start = {"nproc": options.nproc, "hosts": hosts, "restarts": options.restarts, "lock": lock}
-        code = launch_ranks(["train", *argv], **start)
-        return code if code is not None else _train(options, config, out)
+        words = ["train", *argv]
+        code = launch_ranks(words, nproc=options.nproc, hosts=hosts, restarts=options.restarts, lock=lock)
+        return code if code is not None else _train_on_rank(options, config, out)
 
 
-def _train(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
-    """What every rank does."""
+def _train_on_rank(options: argparse.Namespace, config: RunConfig, out: Path) -> int:
     with progress("starting"):
         from freescale.train.build import train
         from freescale.transport.world import init_world
 
         world = init_world(timeout=config.train.timeout)
-    asked = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
-    return train(config, world, out, **asked)
+    flags = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
+    return train(config, world, out, **flags)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = run_parser(prog, _HELP)
+def _train_parser(prog: str) -> argparse.ArgumentParser:
+    parser = run_parser(prog, _TRAIN_HELP)
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--restarts", type=int, default=3, help="how often lost ranks are restarted (default: 3)")
     parser.add_argument("--hosts", default="", metavar="LEAST:MOST", help="how many hosts take part, each with --nproc")

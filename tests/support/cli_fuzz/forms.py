@@ -217,11 +217,29 @@ FORMS = {
 """Every command, with the options of which something is known."""
 
 
+_SCHEMAS = {
+    "doctor": "DoctorOptions",
+    "data import": "ImportOptions",
+    "data synth": "SynthOptions",
+    "data stats": "StatsOptions",
+    "runs": "RunListOptions",
+    "report": "ReportOptions",
+    "simulate": "SimulateOptions",
+    "bench transport": "TransportBenchOptions",
+    "bench attention": "AttentionBenchOptions",
+    "selftest": "SelftestOptions",
+    "evaluate": "EvaluateOptions",
+    "predict": "PredictOptions",
+    "export": "ExportOptions",
+}
+"""The options of each command that has a dataclass for them."""
+
+
 def _completed(name: str, form: Form) -> Form:
-    """The form of a command with all its other options, as its own parser declares them."""
-    schema = getattr(importlib.import_module(COMMANDS[name].module), "Options", None)
-    if schema is None:
+    """Return the form of a command with all its other options, as its own parser declares them."""
+    if name not in _SCHEMAS:
         return form
+    schema = getattr(importlib.import_module(f"freescale.cli.{COMMANDS[name].module}"), _SCHEMAS[name])
     known = {option.name for option in (*form.positional, *form.options)}
     hints = get_type_hints(schema)
     optional = [f for f in dataclasses.fields(schema) if f.default is not dataclasses.MISSING and f.name not in known]

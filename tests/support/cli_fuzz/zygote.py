@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 _IMPORTS = (
     *("torchrec", "pyarrow.parquet", "pyarrow.compute", "rich.console", "rich.table", "tyro", "typeguard"),
-    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data_stats"),
+    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data"),
 )
 _MEMORY = 6 << 30
 """Address space that a command may take beyond what it starts with."""

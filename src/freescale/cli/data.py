@@ -1,0 +1,353 @@
+"""`freescale data`: import a log, generate one, and describe a data set."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+from freescale import page
+from freescale.balance.cost import Cost
+from freescale.balance.estimate import Imbalance, random_batches
+from freescale.cli.options import (
+    Flag,
+    check_all,
+    parse,
+    print_json,
+    print_table,
+    require_at_least,
+    say,
+    write_page,
+)
+from freescale.config import ModelConfig
+from freescale.data import histories, importers, synthetic
+from freescale.data.dataset import QUANTILES, Dataset, DatasetStats, Manifest, compute_stats
+from freescale.data.event_log import LogColumns, TimeUnit
+from freescale.data.text_log import CsvStyle
+from freescale.data.validation import Quarantine
+from freescale.errors import DataError, UsageError, storage_errors
+from freescale.log import warning_once
+from freescale.progress import track
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Turn a log into histories in Parquet, sorted by time, with a saved vocabulary.
+
+    freescale data import ml-1m ml-1m.zip data/ml1m
+
+    freescale data import events clicks.csv data/clicks --user uid --item sku --time ts
+
+    freescale data import events clicks.csv data/rank --impressions shown.csv --labels clicked
+    """
+
+    format: tyro.conf.Positional[Literal["ml-1m", "ml-20m", "ml-latest", "amazon", "kuairand", "events", "histories"]]
+    """What the log is. amazon: lines of "user item item ..."; events: CSV, JSON Lines or Parquet with the columns named
+    below; histories: Parquet with a history per row, whose items are numbered already."""
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """The files of the log, folders of them or quoted globs, then the folder to make."""
+    user: str = "user_id"
+    """Column of the user (events)."""
+    item: str = "item_id"
+    """Column of the item (events)."""
+    time: str = "timestamp"
+    """Column of the time (events); "none" takes the order of the lines."""
+    time_unit: TimeUnit = "auto"
+    """Unit of a time in numbers (events). auto: by their size. Dates have their own."""
+    features: tuple[str, ...] = ()
+    """Numeric columns to keep (events)."""
+    impressions: tuple[Path, ...] = ()
+    """For ranking: logs of what users were shown, in the same format and with the same columns as the events. What a
+    user was shown at one time are the candidates of one sample, and the events before that time are its history."""
+    labels: tuple[str, ...] = ()
+    """Columns of the impressions, from 0 to 1, which become label_NAME."""
+    max_history: int = 1000
+    """Most events that are kept before impressions."""
+    separator: str = "auto"
+    r"""Field separator (events); \t is a tab. auto: what the header suggests among , ; tab and |."""
+    quote: str = '"'
+    """Quote character, or "none" (events)."""
+    encoding: str = "utf-8"
+    """Text encoding (events)."""
+    vocabulary: Path | None = None
+    """A data set whose item numbers are to be kept; items it lacks share a few rows."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """stop at the first unusable line, or skip: count them and write them to a quarantine file beside the data."""
+    memory_mb: int = 1024
+    """What sorting may hold in memory; larger logs go through the disk."""
+    json: Flag = False
+    """Print the counts as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
+
+
+def run_import(argv: Sequence[str], prog: str) -> int:
+    """Import, and say what came out."""
+    options = parse(ImportOptions, argv, prog)
+    _check_import(options, prog)
+    *sources, target = options.paths
+    whole = target.absolute()  # so that `.` has a name
+    quarantine = Quarantine(options.on_bad, whole.with_name(f"{whole.name}.quarantine.jsonl"))
+    if options.format == "histories":
+        done = importers.copy_histories(sources[0], target, features=options.features, quarantine=quarantine)
+    else:
+        done = _import_log(options, sources, target, quarantine)
+    if quarantine.rows:
+        warning_once(quarantine.summary())
+    if done.unknown_events:
+        warning_once(f"{done.unknown_events:,} events have items outside the vocabulary; they share a few table rows")
+    if options.json:
+        print_json({**asdict(done), "set_aside": dict(quarantine.counts)})
+    else:
+        samples = f"{done.samples:,} samples of " if options.impressions else ""
+        say(f"{target}: {samples}{done.users:,} users, {done.items:,} items, {done.events:,} events")
+    return 0
+
+
+def _check_import(options: ImportOptions, prog: str) -> None:
+    if len(options.paths) < 2:
+        raise UsageError("the log or the target folder is missing", remedy=f"{prog} {options.format} LOG FOLDER")
+    if min(options.max_history, options.memory_mb) < 1:
+        raise UsageError("--max-history and --memory-mb must be at least 1", remedy=f"see {prog} --help")
+    if bool(options.impressions) != bool(options.labels):
+        raise UsageError("ranking needs both impressions and labels", remedy="--impressions LOG --labels COLUMN")
+    if options.impressions and (options.format in ("amazon", "histories") or options.time == "none"):
+        what = "impressions need times, which tell the events that came before them"
+        raise UsageError(what, remedy="give --time COLUMN, or leave out --impressions")
+    if options.format == "histories" and (options.vocabulary or len(options.paths) > 2):
+        what = "histories are one folder of Parquet files, whose items are numbered already"
+        raise UsageError(what, remedy=f"{prog} histories FOLDER NEW_FOLDER")
+
+
+def _import_log(
+    options: ImportOptions, sources: list[Path], target: Path, quarantine: Quarantine
+) -> histories.ImportSummary:
+    """Open the logs, and write what they hold."""
+    time = None if options.time == "none" else options.time
+    columns = LogColumns(options.user, options.item, time, options.features)
+    style = CsvStyle.parse(options.separator, options.quote, options.encoding)
+    disk = next(parent for parent in target.absolute().parents if parent.exists())  # which must hold the result anyway
+    with storage_errors(target):
+        made = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
+    with made as name:
+        scratch = Path(name)
+        job = importers.LogSpec(sources, scratch, quarantine, columns, style, options.time_unit)
+        events, shown = importers.open_log(options.format, job), None
+        if options.impressions:
+            (scratch / "impressions").mkdir()
+            labelled = columns._replace(features=(), labels=options.labels)
+            job = job._replace(sources=options.impressions, scratch=scratch / "impressions", columns=labelled)
+            shown = importers.open_log(options.format, job)
+        memory = options.memory_mb << 20
+        log = histories.ImportJob(events, scratch, quarantine, memory, shown, max_history=options.max_history)
+        return histories.write_histories(log, target, vocabulary=options.vocabulary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthOptions:
+    """Make up a log whose lengths and popularity are those of a real one, or one to learn ranking from.
+
+    freescale data synth --preset kuairand --users 2000 data/kr
+    """
+
+    target: tyro.conf.Positional[Path]
+    """The folder to make."""
+    preset: synthetic.Preset | Literal["planted"] = "ml1m"
+    """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096). planted: short histories with
+    candidates, whose labels follow a hidden rule; another seed gives other users over the same items."""
+    users: int = 10_000
+    """Histories to make."""
+    items: int | None = None
+    """Distinct items to draw from: 100,000, of planted 256, unless given."""
+    popularity: synthetic.Popularity | None = None
+    """public (unless given): Zipf 0.7 as in public data. production: Zipf 1.05. Items of planted are all as popular."""
+    seed: int = 0
+    """One seed, one log."""
+    shorter: int = 1
+    """How many times shorter histories are than the preset's, for machines that cannot train on whole ones."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
+
+
+def run_synth(argv: Sequence[str], prog: str) -> int:
+    """Write the log and say how large it became."""
+    options = parse(SynthOptions, argv, prog)
+    require_at_least(options, users=1, items=1, shorter=1, seed=0)
+    if options.preset == "planted":
+        made = _write_planted(options)
+    else:
+        size = {"users": options.users, "catalogue": options.items or 100_000, "shorter": options.shorter}
+        popularity = options.popularity or "public"
+        made = synthetic.write_log(options.target, options.preset, popularity=popularity, seed=options.seed, **size)
+    say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
+    return 0
+
+
+def _write_planted(options: SynthOptions) -> Manifest:
+    items = options.items or 256
+    if options.popularity is not None:
+        raise UsageError("items of a planted log are all as popular", remedy="leave out --popularity")
+    if items < synthetic.FEWEST_ITEMS:
+        raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {synthetic.FEWEST_ITEMS}")
+    made = synthetic.write_planted_log(options.target, users=options.users, catalogue=items, seed=options.seed)
+    best = {label: synthetic.planted_optimum(options.target, label) for label in synthetic.CHANCES}
+    say(*(f"{label}: normalised entropy is {value:.4f} at best" for label, value in best.items()))
+    return made
+
+
+_TOP = (0.001, 0.01, 0.1)
+_COST_MODEL = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsOptions:
+    """Lengths, popularity, and the bubble that random batches would cost on this data.
+
+    freescale data stats data/kr --ranks 8 64 256
+    """
+
+    path: tyro.conf.Positional[str]
+    """Folder of Parquet histories: a local path or any fsspec address."""
+    ranks: tuple[int, ...] = (8, 64, 256)
+    """Numbers of ranks to estimate for."""
+    batch: int = 128
+    """Samples per rank and step."""
+    max_history: int = 1_000_000
+    """Histories are taken as cut to this length."""
+    model: ModelConfig = _COST_MODEL
+    """Whose cost is taken."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """stop at the first unusable row, or skip: count them and write them to quarantine.jsonl."""
+    page: Path | None = None
+    """Write a page with plots, self-contained, to this file."""
+    json: Flag = False
+    """Print everything as JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, notes and errors."""
+
+
+def run_stats(argv: Sequence[str], prog: str) -> int:
+    """Describe the data set on the terminal, as JSON, or as a page."""
+    options = parse(StatsOptions, argv, prog)
+    check_all(
+        lambda: Dataset(options.path),
+        lambda: require_at_least(options, ranks=1, batch=1, max_history=1),
+    )
+    dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
+    found = compute_stats(dataset)
+    if not found.rows:
+        raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
+    costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
+    sizes = track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float)
+    bubbles = [random_batches(costs, found.lengths.counts, world_size=n, batch=options.batch) for n in sizes]
+    unchecked = dataset.unchecked_files()
+    _warn_about_data(dataset, unchecked)
+    if options.page:
+        write_page(options.page, _stats_page(options, found, bubbles))
+    if options.json:
+        seen = {"set_aside": dict(dataset.quarantine.counts), "files_without_checksums": len(unchecked)}
+        print_json(_stats_values(options, found, bubbles) | seen)
+    else:
+        _print_stats(options, found, bubbles)
+    return 0
+
+
+def _warn_about_data(dataset: Dataset, unchecked: list[str]) -> None:
+    if dataset.quarantine.rows:
+        warning_once(dataset.quarantine.summary())
+    if unchecked:
+        which = f"{len(unchecked)} files without page checksums ({unchecked[0]} first)"
+        warning_once(f"{which}: flipped bits cannot be seen there")
+
+
+def _stats_values(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> dict[str, Any]:
+    quantiles = {f"{q:g}": found.quantile(q) for q in QUANTILES}
+    return {
+        "path": options.path,
+        "histories": found.rows,
+        "events": found.events,
+        "items": len(found.items.values),
+        "length": {"mean": found.mean_length, "variation": found.variation, "quantiles": quantiles},
+        "popularity": {f"{share:g}": found.top_share(share) for share in _TOP},
+        "model": asdict(options.model),
+        "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
+    }
+
+
+def _length_rows(found: DatasetStats) -> list[list[str]]:
+    names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
+    rows = [[names.get(q, f"{100 * q:g}%"), f"{found.quantile(q):,}"] for q in QUANTILES]
+    return [*rows, ["mean", f"{found.mean_length:,.1f}"], ["deviation / mean", f"{found.variation:.2f}"]]
+
+
+def _popularity_rows(found: DatasetStats) -> list[list[str]]:
+    return [[f"top {100 * top:g}% of the items", f"{found.top_share(top):.1%} of the events"] for top in _TOP]
+
+
+def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
+    shares = [[f"{b.straggler_share:.1%}", f"{b.best_share:.1%}", f"{b.recoverable_share:.1%}"] for b in bubbles]
+    return [[f"{b.world_size:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
+
+
+_BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
+
+
+def _print_stats(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> None:
+    say(f"{options.path}: {_describe_counts(found)}")
+    print_table("events per history", ["quantile", "events"], _length_rows(found))
+    print_table("popularity", ["items", "share"], _popularity_rows(found))
+    print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
+
+
+def _describe_counts(found: DatasetStats) -> str:
+    return f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
+
+
+def _bubble_title(options: StatsOptions) -> str:
+    model = options.model
+    return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
+
+
+def _stats_page(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> str:
+    longest = found.quantile(1.0)
+    edges = np.unique(np.geomspace(max(1, found.quantile(0.0)), longest + 1, 41).round())
+    counts, _ = np.histogram(found.lengths.values, bins=edges, weights=found.lengths.counts)
+    popularity = found.popularity()
+    places = np.unique(np.geomspace(1, len(popularity), 200).round().astype(int))
+    events, histories = page.Axis("events in a history", log=True), page.Axis("histories")
+    items = page.Series("items", places.tolist(), popularity[places - 1].tolist())
+    by_popularity = page.Axis("item, by popularity", log=True), page.Axis("events", log=True)
+    return page.document(
+        f"Data set {options.path}",
+        _describe_counts(found),
+        page.section(
+            "Bubbles of random batches",
+            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left "
+            "when samples are placed as well as can be.",
+            page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
+            _bubble_chart(bubbles),
+        ),
+        page.section(
+            "Lengths",
+            "How many histories have how many events.",
+            page.table(["quantile", "events"], _length_rows(found)),
+            page.histogram(edges.tolist(), counts.tolist(), events, histories),
+        ),
+        page.section(
+            "Popularity",
+            "Events per item, most popular first.",
+            page.table(["items", "share"], _popularity_rows(found)),
+            page.line_chart([items], *by_popularity),
+        ),
+    )
+
+
+def _bubble_chart(bubbles: list[Imbalance]) -> str:
+    ranks = [float(b.world_size) for b in bubbles]
+    drawn = page.Series("random batches", ranks, [b.straggler_share for b in bubbles])
+    best = page.Series("placed at best", ranks, [b.best_share for b in bubbles])
+    axes = page.Axis("ranks", log=len(ranks) > 1), page.Axis("time spent waiting", percent=True)
+    return page.line_chart([drawn, best], *axes)
