@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 from freescale.bubbles.events import COMPUTE, TRAFFIC, RankStep, Span, Transfer
 from freescale.bubbles.records import StepSample
 from freescale.overlap.schedule import Schedule, serial
-from freescale.simulate.calibrate import busy, computes
 from freescale.simulate.cluster import Cluster, Figure
 from freescale.simulate.network import Topology
-from freescale.simulate.operations import Machine
-from freescale.simulate.workload import Model
+from freescale.simulate.operations import DeviceModel, busy_seconds, fit_compute
+from freescale.simulate.workload import ModelCost
 
 Floats = NDArray[np.float64]
 SMALL, WARM = 4 << 10, 3
 
 
-def measured(samples: Mapping[int, Sequence[StepSample]], model: Model) -> Machine:
+def measured(samples: Mapping[int, Sequence[StepSample]], model: ModelCost) -> DeviceModel:
     """A rank, from serial steps."""
     schedule = serial(sharded=model.sharded, micro_batches=model.micro_batches)
     steps = [sample.step for number, of_ranks in samples.items() if number > WARM for sample in of_ranks]
@@ -36,8 +35,8 @@ def measured(samples: Mapping[int, Sequence[StepSample]], model: Model) -> Machi
         return float(_seconds(steps, spans, *names).sum() / max(1e-9, np.sum(units)))
 
     prepared = _seconds(steps, spans, "prepare")
-    compute = computes(samples)
-    return Machine(
+    compute = fit_compute(samples)
+    return DeviceModel(
         step=compute.step,
         work=compute.work,
         row=per(rows, "look_up"),
@@ -50,7 +49,7 @@ def measured(samples: Mapping[int, Sequence[StepSample]], model: Model) -> Machi
     )
 
 
-def buckets(model: Model, samples: Mapping[int, Sequence[StepSample]]) -> Model:
+def buckets(model: ModelCost, samples: Mapping[int, Sequence[StepSample]]) -> ModelCost:
     """With the gradients of the dense part as they were sent: all of them, and those that came last."""
     step = next(iter(samples.values()))[0].step
     sent = [transfer.size for transfer in step.transfers if transfer.kind == "dense gradients"]
@@ -63,12 +62,12 @@ def linked(cluster: Cluster, samples: Mapping[int, Sequence[StepSample]], *, ran
     small = [_took(t).max() for step in of for kind in step.values() for t in kind if t[0].size <= SMALL]
     latency = statistics.median(small)
     # With links of one byte per second, a time is a number of bytes.
-    unit = cluster.changed({"far": 1.0, "latency": 0.0, "message": 0.0, "ring": 1.0})
+    unit = cluster.with_values({"far": 1.0, "latency": 0.0, "message": 0.0, "ring": 1.0})
     topology, model, measured = Topology(unit, ranks, np.random.default_rng(0)), 0.0, 0.0
     for step in of:
         rows = np.array([t.size for t in step["row gradients"][-1]], dtype=np.float64)
-        for kind, comes in (("urgent rows", True), ("row gradients", False)):
-            demand = topology.all_to_all(rows, comes=comes)
+        for kind, incoming in (("urgent rows", True), ("row gradients", False)):
+            demand = topology.all_to_all(rows, incoming=incoming)
             model += float(demand.ends(0.0, max(demand.levels), ranks).mean())
             measured += float((_took(step[kind][-1]) - latency).mean())
     far = model / measured
@@ -117,7 +116,7 @@ def _seconds(steps: Sequence[RankStep], spans: Sequence[Mapping[str, Span]], *na
     """Of each step: how long operations kept the thread busy, without their waits."""
     return np.array(
         [
-            sum(busy(step, span) for key, span in of.items() if key.split("/")[0] in names)
+            sum(busy_seconds(step, span) for key, span in of.items() if key.split("/")[0] in names)
             for step, of in zip(steps, spans, strict=True)
         ]
     )

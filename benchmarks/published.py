@@ -25,9 +25,9 @@ from freescale.bubbles.summary import Summary
 from freescale.config import BalanceConfig
 from freescale.data import synthetic
 from freescale.simulate import cluster
-from freescale.simulate.operations import Machine
-from freescale.simulate.whatif import ABLATION, Question, Techniques, run
-from freescale.simulate.workload import Drawn, Model, draw, plan, prolonged
+from freescale.simulate.operations import DeviceModel
+from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate_steps
+from freescale.simulate.workload import ModelCost, SampledStep, extend_steps, plan_step, sample_steps
 from record import save
 
 Floats = NDArray[np.float64]
@@ -60,7 +60,7 @@ class Known:
 class Setting(NamedTuple):
     """A run as somebody else did it, with one draw of what they did not say."""
 
-    model: Model
+    model: ModelCost
     lengths: NDArray[np.int64]
     batch: int
     rules: BalanceConfig = BalanceConfig()
@@ -72,7 +72,7 @@ def paper(rng: np.random.Generator, longest: int, **other: tuple[float, float]) 
     dim, layers = 64 * round(drawn["dim"] / 64), round(drawn["layers"])
     cost = Cost.hstu(dim=dim, layers=layers, heads=4)
     dense = 4 * cost.token
-    model = Model(
+    model = ModelCost(
         cost=cost,
         products=1.0,
         dim=dim,
@@ -89,7 +89,7 @@ def recsys_examples(rng: np.random.Generator) -> Setting:
     """NVIDIA's. Their attention kernel was slower than their products; by how much is drawn."""
     cost = Cost.hstu(dim=1024, layers=8, heads=4)
     slower = float(rng.uniform(1.0, 6.0))
-    model = Model(
+    model = ModelCost(
         cost=replace(cost, pair=slower * cost.pair),
         products=1.0,
         dim=128,
@@ -104,15 +104,18 @@ def recsys_examples(rng: np.random.Generator) -> Setting:
 def simulated(setting: Setting, ranks: int, where: str, techniques: Techniques, seed: int) -> Summary:
     """Some steps of one draw."""
     rng = np.random.default_rng([seed, 1])  # not that of the settings
-    found = cluster.load(where).drawn(rng)
+    found = cluster.load(where).draw(rng)
     values, counts = np.unique(setting.lengths, return_counts=True)
-    drawn: list[Drawn] = list(draw(values, counts, world_size=ranks, batch=setting.batch, steps=5, rng=rng))
+    drawn: list[SampledStep] = list(
+        sample_steps(values, counts, world_size=ranks, batch=setting.batch, steps=5, rng=rng)
+    )
     loads = [
-        plan(one, setting.model, world_size=ranks, rules=setting.rules if techniques.balance else None) for one in drawn
+        plan_step(one, setting.model, world_size=ranks, rules=setting.rules if techniques.balance else None)
+        for one in drawn
     ]
-    machine = Machine.of(found, setting.model)
-    question = Question(setting.model, values, counts, setting.batch, found, lambda _: machine)
-    return run(question, found, ranks, techniques, prolonged(loads, 13, rng), rng)
+    machine = DeviceModel.from_cluster(found, setting.model)
+    question = Scenario(setting.model, values, counts, setting.batch, found, lambda _: machine)
+    return simulate_steps(question, found, ranks, techniques, extend_steps(loads, 13, rng), rng)
 
 
 def spread(

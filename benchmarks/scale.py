@@ -21,10 +21,9 @@ from freescale.config import RECIPES
 from freescale.data import synthetic
 from freescale.simulate import cluster
 from freescale.simulate.network import Topology
-from freescale.simulate.operations import Machine
-from freescale.simulate.popularity import Popularity
-from freescale.simulate.whatif import ABLATION, Outcome, Question, answer
-from freescale.simulate.workload import Drawn, Load, Model
+from freescale.simulate.operations import DeviceModel
+from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, simulate
+from freescale.simulate.workload import ModelCost, Popularity, SampledStep, StepLoad
 from record import save
 
 GROUP = 256
@@ -38,11 +37,11 @@ def zipf(items: int, exponent: float = 1.05) -> Popularity:
     return Popularity(many, share / (many @ share))
 
 
-def question(options: argparse.Namespace) -> Question:
+def question(options: argparse.Namespace) -> Scenario:
     config = RECIPES["hstu-large"]
     cost = Cost.of_model(config.model)
     dense = 4 * cost.token
-    model = Model(
+    model = ModelCost(
         cost=cost,
         products=1.0,
         dim=config.model.dim,
@@ -54,24 +53,26 @@ def question(options: argparse.Namespace) -> Question:
     lengths = synthetic.draw_lengths("kuairand", 50_000, np.random.default_rng(0))
     values, counts = np.unique(lengths, return_counts=True)
     where = cluster.load("h100")
-    return Question(model, values, counts, 128, where, lambda c: Machine.of(c, model), steps=options.steps)
+    return Scenario(
+        model, values, counts, 128, where, lambda c: DeviceModel.from_cluster(c, model), steps=options.steps
+    )
 
 
-def in_groups(drawn: Drawn, cost: Cost, ranks: int) -> float:
+def in_groups(drawn: SampledStep, cost: Cost, ranks: int) -> float:
     """The slowest rank over the mean, if samples are dealt only inside groups of ranks."""
     costs, load = cost.of(drawn.lengths), np.zeros(ranks)
     for first in range(0, ranks, GROUP):
-        mine = (drawn.homes >= first) & (drawn.homes < first + GROUP)
+        mine = (drawn.source_rank >= first) & (drawn.source_rank < first + GROUP)
         size = min(GROUP, ranks - first)
-        placed = assign(costs[mine], drawn.homes[mine] - first, world_size=size).rank
+        placed = assign(costs[mine], drawn.source_rank[mine] - first, world_size=size).rank
         load[first : first + size] = np.bincount(placed, weights=costs[mine], minlength=size)
     return float(load.max() / load.mean())
 
 
-def terms(asked: Question, ranks: int, everything: Outcome) -> dict[str, Any]:
+def terms(asked: Scenario, ranks: int, everything: SimulationResult) -> dict[str, Any]:
     """What grows with the number of ranks."""
-    drawn = asked.drawn(ranks)[:2]
-    loads = asked.loads(drawn, ranks, balanced=True)
+    drawn = asked.sample_steps(ranks)[:2]
+    loads = asked.plan_steps(drawn, ranks, balanced=True)
     topology = Topology(asked.cluster, ranks, np.random.default_rng(0))
     telling = topology.all_gather(8.0 * asked.batch)
     return {
@@ -86,7 +87,7 @@ def terms(asked: Question, ranks: int, everything: Outcome) -> dict[str, Any]:
     }
 
 
-def _of_hosts(asked: Question, load: Load) -> float:
+def _of_hosts(asked: Scenario, load: StepLoad) -> float:
     """Rows that collide, if the ranks of a host ask for each once, over what they ask for one by one."""
     local, popularity, before = round(asked.cluster.ranks_per_host), asked.model.popularity, float(load.events.sum())
     one = np.array([before / len(load.events)])
@@ -94,8 +95,8 @@ def _of_hosts(asked: Question, load: Load) -> float:
     return round(float(together[0]), 3)
 
 
-def at(asked: Question, ranks: int) -> dict[str, Any]:
-    nothing, everything = answer(asked, ranks, (ABLATION[0], ABLATION[-1]))
+def at(asked: Scenario, ranks: int) -> dict[str, Any]:
+    nothing, everything = simulate(asked, ranks, (ABLATION[0], ABLATION[-1]))
     found: dict[str, Any] = {"ranks": ranks}
     for name, one in (("nothing", nothing), ("everything", everything)):
         causes = {line.cause: round(line.ms, 1) for line in one.summary.lines if line.share > 0.01}

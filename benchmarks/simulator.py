@@ -32,8 +32,8 @@ from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
 from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster, Figure
-from freescale.simulate.whatif import Question, Techniques, run
-from freescale.simulate.workload import Drawn, Model, plan
+from freescale.simulate.whatif import Scenario, Techniques, simulate_steps
+from freescale.simulate.workload import ModelCost, SampledStep, plan_step
 from freescale.train.build import build
 from freescale.train.sharded_model import build_model
 from freescale.transport.world import World
@@ -126,19 +126,19 @@ def predictions(
 ) -> list[Prediction]:
     """What the simulator, which has seen only the first run, thinks of all runs."""
     samples, ranks = read_samples(folder / "nothing"), len(lengths)
-    model = lab_speed.buckets(Model.of(config, data), samples)
+    model = lab_speed.buckets(ModelCost.from_config(config, data), samples)
     where = lab_speed.linked(lane(), samples, ranks=ranks)
     machine = lab_speed.measured(samples, model)
-    question = Question(model, np.empty(0, int), np.empty(0, int), SAMPLES, where, lambda _: machine)
+    question = Scenario(model, np.empty(0, int), np.empty(0, int), SAMPLES, where, lambda _: machine)
     drawn = [
-        Drawn(np.concatenate(step), np.repeat(np.arange(ranks), [len(of_rank) for of_rank in step]))
+        SampledStep(np.concatenate(step), np.repeat(np.arange(ranks), [len(of_rank) for of_rank in step]))
         for step in zip(*lengths, strict=True)
     ]
     found = []
     for name, techniques in TURNS.items():
         rules = config.balance if techniques.balance else None
-        loads = [plan(one, model, world_size=ranks, rules=rules) for one in drawn]
-        predicted = run(question, where, ranks, techniques, loads, np.random.default_rng(0))
+        loads = [plan_step(one, model, world_size=ranks, rules=rules) for one in drawn]
+        predicted = simulate_steps(question, where, ranks, techniques, loads, np.random.default_rng(0))
         found.append(Prediction(name, summarize(read_intervals(folder / name)), predicted))
     return found
 

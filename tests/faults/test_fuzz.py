@@ -22,7 +22,7 @@ def sample(**changes: object) -> Files:
 def figure(name: str, value: str) -> Files:
     from freescale.simulate import cluster
 
-    lines = (cluster._shipped() / "h100.toml").read_text().splitlines()
+    lines = (cluster._package_folder() / "h100.toml").read_text().splitlines()
     lines = [
         f'{name} = {{ value = {value}, source = "me" }}' if line.startswith(f"{name} ") else line for line in lines
     ]

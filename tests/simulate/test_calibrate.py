@@ -5,7 +5,7 @@ import pytest
 from freescale.bubbles.events import RankStep, Span
 from freescale.bubbles.records import StepSample
 from freescale.errors import DataError
-from freescale.simulate.calibrate import computes
+from freescale.simulate.operations import fit_compute
 
 MS = 1_000_000
 
@@ -19,7 +19,7 @@ def step(number: int, work: float, forward: int, backward: int, look_up: int = 7
 
 def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
     samples = {n: [step(n, work, 10 + int(work), 20 + 2 * int(work))] for n, work in enumerate([5.0, 10, 20, 40] * 4)}
-    found = computes(samples)
+    found = fit_compute(samples)
     assert found.step == pytest.approx(0.030)
     assert found.work == pytest.approx(0.003)
     assert found.forward == pytest.approx(1 / 3)
@@ -34,11 +34,11 @@ def test_a_wait_inside_the_backward_pass_is_no_compute() -> None:
         return sample._replace(step=sample.step._replace(end=ends, spans=spans))
 
     samples = {n: [step(n, 5.0, 10, 20)] for n in range(8)}
-    assert computes({n: [waiting(one)] for n, (one,) in samples.items()}) == computes(samples)
+    assert fit_compute({n: [waiting(one)] for n, (one,) in samples.items()}) == fit_compute(samples)
 
 
 def test_where_work_hardly_varies_it_explains_all_of_the_time() -> None:
     samples = {n: [step(n, 100.0 + n % 2, 30 - n % 2, 60)] for n in range(12)}
-    assert computes(samples).step == 0.0
+    assert fit_compute(samples).step == 0.0
     with pytest.raises(DataError, match="too few whole steps"):
-        computes({1: [step(1, 5.0, 10, 20)]})
+        fit_compute({1: [step(1, 5.0, 10, 20)]})

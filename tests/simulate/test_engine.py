@@ -18,51 +18,58 @@ from freescale.simulate import cluster, whatif
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
 from freescale.simulate.network import Topology
-from freescale.simulate.operations import Machine, Operations
-from freescale.simulate.popularity import Popularity
-from freescale.simulate.whatif import ABLATION, Question, Techniques, answer
-from freescale.simulate.workload import Drawn, Load, Model, draw, plan, prolonged
+from freescale.simulate.operations import DeviceModel, OperationCosts
+from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate
+from freescale.simulate.workload import (
+    ModelCost,
+    Popularity,
+    SampledStep,
+    StepLoad,
+    extend_steps,
+    plan_step,
+    sample_steps,
+)
 from freescale.train import build
 
-MODEL = Model(
+MODEL = ModelCost(
     cost=Cost(token=1.0),
     products=1.0,
     dim=1,
     dense_bytes=4e6,
     last_bytes=4e6,
-    popularity=Popularity.counted(np.ones(1000, dtype=np.int64)),
+    popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)),
     looked_up=1,
 )
-MACHINE = Machine(step=0.0, work=1.0, row=0.0, update=0.0, event=0.0, byte=0.0, dense=0.0, between=0.0)
+DEVICE = DeviceModel(step=0.0, work=1.0, row=0.0, update=0.0, event=0.0, byte=0.0, dense=0.0, between=0.0)
 
 
 def hosts(**changes: float) -> Cluster:
     """One rank per host, links of 100 MB/s, and nothing that varies."""
     none = ("latency", "message", "contention", "jitter", "host", "oversubscription", "one_way", "in_flight")
     steady = {"ranks_per_host": 1, "far": 1e8, "sm_free": 1.0, "ring": 1.0, **dict.fromkeys(none, 0.0)}
-    return cluster.load("h100").changed({**steady, **changes})
+    return cluster.load("h100").with_values({**steady, **changes})
 
 
-def load(work: list[float], *, rows: float = 1e6, shared: float = 0.0, planning: float = 0.0) -> Load:
+def load(work: list[float], *, rows: float = 1e6, shared: float = 0.0, planning: float = 0.0) -> StepLoad:
     """Rows of 4 bytes: a million of them take 20 ms between two hosts."""
     ranks = len(work)
     one = np.ones(ranks)
-    return Load(np.array(work), 0 * one, rows * one, shared * one, 0 * one, samples=ranks, planning=planning)
+    return StepLoad(np.array(work), 0 * one, rows * one, shared * one, 0 * one, samples=ranks, planning=planning)
 
 
 def simulated(
     schedule: Schedule,
-    loads: list[Load],
+    loads: list[StepLoad],
     where: Cluster | None = None,
     *,
     balanced: bool = False,
     sm_free: bool = False,
-    model: Model = MODEL,
+    model: ModelCost = MODEL,
     **changes: float,
 ) -> dict[str, float]:
     where, rng = where or hosts(), np.random.default_rng(0)
     ranks = len(loads[0].work)
-    operations = Operations(where, replace(MACHINE, **changes), model, world_size=ranks, sm_free=sm_free, rng=rng)
+    operations = OperationCosts(where, replace(DEVICE, **changes), model, world_size=ranks, sm_free=sm_free, rng=rng)
     engine = Engine(schedule, operations, loads, balanced=balanced)
     found: Summary = summarize(engine.run())
     return {line.cause: line.ms for line in found.lines if line.ms > 1e-3} | {"step": found.step_ms}
@@ -139,15 +146,15 @@ def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
     assert build.overlapped is whatif.overlapped, "and the trainer and the simulation take it from one place"
     assert build.serial is whatif.serial
     new = Operation("compress", "compute", "forward")
-    with pytest.raises(NotImplementedError, match="nobody has said what 'compress' takes"):
+    with pytest.raises(NotImplementedError, match="the cost of operation 'compress' is not defined"):
         simulated(Schedule((*serial(sharded=True).operations, new)), loads)
 
 
 def test_ranks_agree_by_an_all_reduce_of_the_three_numbers_that_the_trainer_sends() -> None:
     where, rng = hosts(), np.random.default_rng(0)
-    operations = Operations(where, MACHINE, MODEL, world_size=2, sm_free=False, rng=rng)
+    operations = OperationCosts(where, DEVICE, MODEL, world_size=2, sm_free=False, rng=rng)
     agree = next(one for one in serial(sharded=True).operations if one.name == "agree")
-    assert operations.task(agree, load([0.1, 0.1])).demand == Topology(where, 2, rng).all_reduce(3 * 8)
+    assert operations.cost(agree, load([0.1, 0.1])).transfer == Topology(where, 2, rng).all_reduce(3 * 8)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -160,7 +167,7 @@ def test_every_operation_of_the_trainers_schedules_can_be_simulated(parts: int) 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8, 12])
 def test_any_number_of_ranks_can_be_simulated(ranks: int) -> None:
-    where = cluster.load("h100").changed({"jitter": 0.0})
+    where = cluster.load("h100").with_values({"jitter": 0.0})
     for one in (where, replace(where, device="cpu"), cluster.load("cpu")):
         found = simulated(overlapped() if ranks > 1 else serial(sharded=True), [load([0.1] * ranks)] * 6, one)
         assert found["step"] >= 99.0
@@ -182,7 +189,7 @@ def test_a_rank_that_varies_or_waits_for_data_holds_the_others_up() -> None:
 def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
     rng = np.random.default_rng(0)
     counts = np.sort(rng.zipf(1.3, 20_000).clip(max=5000))
-    share, found = np.cumsum(counts) / counts.sum(), Popularity.counted(counts.astype(np.int64))
+    share, found = np.cumsum(counts) / counts.sum(), Popularity.from_counts(counts.astype(np.int64))
     batches = [[np.searchsorted(share, rng.random(3000)) for _ in range(4)] for _ in range(2)]
     before = np.unique(np.concatenate(batches[0]))
     rows = [np.unique(events) for events in batches[1]]
@@ -193,20 +200,22 @@ def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
 
 def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 64)
-    drawn = Drawn(lengths, np.repeat(np.arange(8), 8))
-    at_home, dealt = (plan(drawn, MODEL, world_size=8, rules=rules) for rules in (None, BalanceConfig()))
+    drawn = SampledStep(lengths, np.repeat(np.arange(8), 8))
+    at_home, dealt = (plan_step(drawn, MODEL, world_size=8, rules=rules) for rules in (None, BalanceConfig()))
     assert dealt.work.sum() == at_home.work.sum() == lengths.sum()
     assert dealt.work.max() < 1.02 * dealt.work.mean() < at_home.work.max()
     assert dealt.moved.sum() > 0 == at_home.moved.sum()
-    mixed = prolonged([dealt], 3, np.random.default_rng(0))
+    mixed = extend_steps([dealt], 3, np.random.default_rng(0))
     assert [sorted(one.work) for one in mixed] == [sorted(dealt.work)] * 3
 
 
 def test_the_band_holds_what_the_figures_allow_and_techniques_help() -> None:
     lengths, counts = np.array([10, 100, 2000]), np.array([5, 3, 1])
-    model = replace(MODEL, dim=128, products=1e9, popularity=Popularity.counted(np.ones(10**6, dtype=np.int64)))
-    question = Question(model, lengths, counts, 32, cluster.load("h100"), lambda c: Machine.of(c, model), steps=8)
-    nothing, *_, everything = answer(question, 16, ABLATION)
+    model = replace(MODEL, dim=128, products=1e9, popularity=Popularity.from_counts(np.ones(10**6, dtype=np.int64)))
+    question = Scenario(
+        model, lengths, counts, 32, cluster.load("h100"), lambda c: DeviceModel.from_cluster(c, model), steps=8
+    )
+    nothing, *_, everything = simulate(question, 16, ABLATION)
     assert nothing.techniques == Techniques(False, False, False)
     assert everything.techniques == Techniques()
     assert everything.summary.bubble_percent < nothing.summary.bubble_percent
@@ -217,16 +226,18 @@ def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes
     lengths = np.clip(np.random.default_rng(0).lognormal(8.93, 0.93, 4000), 1, 21_000).astype(np.int64)
     values, counts = np.unique(lengths, return_counts=True)
     rng, began = np.random.default_rng(0), time.process_time()
-    drawn = draw(values, counts, world_size=16_384, batch=128, steps=5, rng=rng)
-    loads = [plan(one, MODEL, world_size=16_384, rules=BalanceConfig()) for one in drawn]
+    drawn = sample_steps(values, counts, world_size=16_384, batch=128, steps=5, rng=rng)
+    loads = [plan_step(one, MODEL, world_size=16_384, rules=BalanceConfig()) for one in drawn]
     where = cluster.load("h100")
-    operations = Operations(where, Machine.of(where, MODEL), MODEL, world_size=16_384, sm_free=True, rng=rng)
-    loads = prolonged(loads, 50, rng)
+    operations = OperationCosts(
+        where, DeviceModel.from_cluster(where, MODEL), MODEL, world_size=16_384, sm_free=True, rng=rng
+    )
+    loads = extend_steps(loads, 50, rng)
     assert len(Engine(overlapped(), operations, loads, balanced=True).run()) >= 45
     assert time.process_time() - began < 120.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    code = "import sys, freescale.cli.simulate, freescale.simulate.calibrate; sys.exit('torch' in sys.modules)"
+    code = "import sys, freescale.cli.simulate, freescale.simulate.operations; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

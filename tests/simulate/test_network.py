@@ -8,7 +8,7 @@ import pytest
 from freescale.errors import ConfigError
 from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster
-from freescale.simulate.network import Demand, Flow, Network, Topology
+from freescale.simulate.network import Flow, NetworkModel, Topology, TransferCost
 
 RNG = np.random.default_rng(0)
 LINK = {
@@ -23,11 +23,11 @@ LINK = {
 
 
 def hosts(**changes: float) -> Cluster:
-    return cluster.load("h100").changed({**LINK, "message": 0.0, **changes})
+    return cluster.load("h100").with_values({**LINK, "message": 0.0, **changes})
 
 
 def ends(*flows: Flow) -> list[float]:
-    network = Network()
+    network = NetworkModel()
     for flow in flows:
         network.add(flow)
     found = {}
@@ -40,7 +40,7 @@ def ends(*flows: Flow) -> list[float]:
 def far(
     seconds: float, begin: float = 0.0, *, deferred: bool = False, latency: float = 0.0, grace: float = 0.0
 ) -> Flow:
-    return Flow(Demand(latency, (0.0, seconds, 0.0)), begin, deferred, grace=grace)
+    return Flow(TransferCost(latency, (0.0, seconds, 0.0)), begin, deferred, grace=grace)
 
 
 def test_bytes_inside_a_host_do_not_use_its_links_and_those_beyond_a_switch_share_the_spine() -> None:
@@ -59,8 +59,8 @@ def test_a_ring_sends_nearly_everything_twice() -> None:
 def test_who_gets_less_is_done_sooner_and_all_wait_for_who_sends_the_most() -> None:
     one_each = hosts(ranks_per_host=1, oversubscription=0.0)
     size = np.array([1e6, 1e6, 1e6, 4e6])
-    comes = Topology(one_each, 4, RNG).all_to_all(size, comes=True)
-    assert comes.shares == pytest.approx([0.25, 0.25, 0.25, 1.0])
+    incoming = Topology(one_each, 4, RNG).all_to_all(size, incoming=True)
+    assert incoming.shares == pytest.approx([0.25, 0.25, 0.25, 1.0])
     goes = Topology(one_each, 4, RNG).all_to_all(size)
     assert goes.shares is not None
     assert (goes.shares[:3] == 1.0).all()
@@ -69,8 +69,8 @@ def test_who_gets_less_is_done_sooner_and_all_wait_for_who_sends_the_most() -> N
 
 def test_gloo_sends_between_two_ranks_one_way_at_a_time() -> None:
     lab = hosts(ranks_per_host=1, oversubscription=0.0, one_way=1.0)
-    whole = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), comes=True)
-    cut = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), comes=True, whole=False)
+    whole = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), incoming=True)
+    cut = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), incoming=True, chunked=True)
     assert max(whole.levels) == pytest.approx(2 * max(cut.levels))
     assert sorted(whole.shares.tolist()) == [0.5, 1.0]  # type: ignore[union-attr]
 
@@ -79,7 +79,7 @@ def test_two_transfers_share_a_link_and_each_takes_what_the_other_leaves() -> No
     assert ends(far(1.0), far(1.0)) == pytest.approx([2.0, 2.0])
     assert ends(far(1.0), far(2.0)) == pytest.approx([2.0, 3.0])
     assert ends(far(1.0), far(1.0, begin=0.5)) == pytest.approx([1.5, 2.0])
-    near = Flow(Demand(0.0, (1.0, 0.0, 0.0)), 0.0, deferred=False)
+    near = Flow(TransferCost(0.0, (1.0, 0.0, 0.0)), 0.0, deferred=False)
     assert ends(far(1.0), near) == pytest.approx([1.0, 1.0])
 
 
@@ -96,12 +96,12 @@ def test_every_figure_of_a_cluster_has_a_source_and_lies_in_its_range(name: str)
     for figure in found.figures.values():
         assert figure.source
         assert figure.low <= figure.value <= figure.high
-    drawn = found.drawn(np.random.default_rng(1))
+    drawn = found.draw(np.random.default_rng(1))
     assert all(f.low <= drawn.figures[n].value <= f.high for n, f in found.figures.items())
 
 
 def test_a_cluster_of_ones_own_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
-    shipped = (cluster._shipped() / "h100.toml").read_text()
+    shipped = (cluster._package_folder() / "h100.toml").read_text()
     mine = tmp_path / "mine.toml"
     mine.write_text(shipped.replace('value = 400e9, source = "', 'value = 100e9, source = "measured, '))
     assert cluster.load(str(mine)).far == 100e9

@@ -44,11 +44,10 @@ from freescale.data import writer
 from freescale.data.dataset import Dataset, compute_stats
 from freescale.data.loader import Loader
 from freescale.errors import FreeScaleError
-from freescale.simulate import calibrate, cluster
-from freescale.simulate.operations import Machine
-from freescale.simulate.popularity import Popularity
-from freescale.simulate.whatif import Question, Techniques, run
-from freescale.simulate.workload import Model
+from freescale.simulate import cluster, operations
+from freescale.simulate.operations import DeviceModel
+from freescale.simulate.whatif import Scenario, Techniques, simulate_steps
+from freescale.simulate.workload import ModelCost, Popularity
 from freescale.train import curves
 from freescale.train.metrics_logger import MetricsLogger, count_damaged_lines, read_entries
 
@@ -107,7 +106,7 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
 
 
 @st.composite
-def changed(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any]) -> Any:
+def with_values(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any]) -> Any:
     """A tree of lists and dicts in which something, at some depth, is another thing, twice or is not there."""
     if type(tree) not in (dict, list) or not tree or draw(st.integers(0, 7)) == 0:
         return draw(values)
@@ -119,7 +118,7 @@ def changed(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any]) -> Any:
     elif kind == "twice" and isinstance(new, list):
         new.insert(key, new[key])
     else:
-        new[key] = draw(changed(new[key], values))
+        new[key] = draw(with_values(new[key], values))
     return new
 
 
@@ -172,9 +171,9 @@ def toml_inputs(name: str, valid: bytes, keys: Sequence[str], more: Sequence[st.
     tree = tomllib.loads(valid.decode())
     values = trees(keys)
     texts = st.one_of(
-        changed(tree, values).map(as_tables),
-        changed(tree, ORDINARY).flatmap(lambda one: changed(one, ORDINARY)).map(as_tables),
-        changed(tree, SCALARS).flatmap(lambda one: changed(one, SCALARS)).map(as_tables),
+        with_values(tree, values).map(as_tables),
+        with_values(tree, ORDINARY).flatmap(lambda one: with_values(one, ORDINARY)).map(as_tables),
+        with_values(tree, SCALARS).flatmap(lambda one: with_values(one, SCALARS)).map(as_tables),
         damaged(valid),
         values.map(as_tables),
         TOML_TEXT,
@@ -210,26 +209,28 @@ def cluster_inputs() -> Inputs:
 
 
 @cache
-def small_question() -> tuple[Question, Any]:
-    model = Model(
+def small_question() -> tuple[Scenario, Any]:
+    model = ModelCost(
         cost=Cost(token=1.0),
         products=1.0,
         dim=8,
         dense_bytes=4e6,
         last_bytes=4e6,
-        popularity=Popularity.counted(np.ones(1000, dtype=np.int64)),
+        popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)),
         looked_up=1,
     )
     lengths = np.arange(1, 20)
-    asked = Question(model, lengths, np.ones_like(lengths), 4, cluster.load("h100"), lambda c: Machine.of(c, model))
-    return asked, asked.loads(asked.drawn(4), 4, balanced=True)
+    asked = Scenario(
+        model, lengths, np.ones_like(lengths), 4, cluster.load("h100"), lambda c: DeviceModel.from_cluster(c, model)
+    )
+    return asked, asked.plan_steps(asked.sample_steps(4), 4, balanced=True)
 
 
 def read_cluster(folder: Path) -> None:
     found, rng = cluster.load(str(folder / "mine.toml")), np.random.default_rng(0)
     asked, loads = small_question()
     for techniques in (Techniques(), Techniques(False, False, False)):
-        headline(run(asked, found.drawn(rng), 4, techniques, loads, rng))
+        headline(simulate_steps(asked, found.draw(rng), 4, techniques, loads, rng))
 
 
 # --- Data sets ----------------------------------------------------------------------------------------------------
@@ -319,8 +320,8 @@ def data_inputs() -> Inputs:
     return st.one_of(
         in_one(valid, lambda _, raw: damaged(raw)),
         in_one(bare, lambda _, raw: damaged(raw)),
-        changed(manifest["data"], values).map(lambda body: {**valid, "manifest.json": sealed(body)}),
-        changed(manifest, values).map(lambda tree: {**valid, "manifest.json": as_json(tree)}),
+        with_values(manifest["data"], values).map(lambda body: {**valid, "manifest.json": sealed(body)}),
+        with_values(manifest, values).map(lambda tree: {**valid, "manifest.json": as_json(tree)}),
         st.dictionaries(names, foreign_tables(), min_size=1, max_size=2),
         foreign_tables().flatmap(damaged).map(lambda raw: {"a.parquet": raw}),
         st.tuples(names, names).map(lambda two: {**valid, two[0]: valid.get(two[1], b"")}),
@@ -395,7 +396,7 @@ def trace_inputs() -> Inputs:
     several = st.lists(likely, min_size=1, max_size=12)
     packed = gzip.compress(second, mtime=0)
     return st.one_of(
-        changed(traces[0], values).map(lambda tree: {"rank0.json": as_json(tree), "rank1.json": second}),
+        with_values(traces[0], values).map(lambda tree: {"rank0.json": as_json(tree), "rank1.json": second}),
         several.map(lambda events: {"rank0.json": as_json({"traceEvents": events})}),
         odd.map(lambda one: {"rank0.json": as_json({"traceEvents": [*traces[0]["traceEvents"], one]})}),
         st.tuples(several, several).map(
@@ -467,7 +468,7 @@ def run_inputs() -> Inputs:
         if name.endswith(".toml"):
             return damaged(raw)
         return st.integers(0, len(lines) - 1).flatmap(
-            lambda at: changed(json.loads(lines[at]), values | ORDINARY | st.integers(900, 7000)).map(
+            lambda at: with_values(json.loads(lines[at]), values | ORDINARY | st.integers(900, 7000)).map(
                 lambda tree: b"\n".join([*lines[:at], as_json(tree), *lines[at + 1 :], b""])
             )
         )
@@ -491,7 +492,7 @@ def read_run(folder: Path) -> None:
     )
     config.load(folder / "config.toml")
     assert records.read_machine(folder).world_size > 0
-    calibrate.computes(records.read_samples(folder))
+    operations.fit_compute(records.read_samples(folder))
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -523,7 +524,7 @@ def checkpoint_inputs() -> Inputs:
         if not name.endswith(".json"):
             return damaged(raw)
         content = json.loads(raw)["content"]
-        return changed(content, values | ORDINARY).map(
+        return with_values(content, values | ORDINARY).map(
             lambda new: as_json({"crc": zlib.crc32(json.dumps(new, sort_keys=True).encode()), "content": new})
         )
 

@@ -23,12 +23,12 @@ from freescale.cli.options import (
 from freescale.data.dataset import Dataset, compute_stats
 from freescale.errors import UsageError
 from freescale.progress import track
-from freescale.simulate import calibrate, cluster
+from freescale.simulate import cluster, operations
 from freescale.simulate.cluster import Cluster
-from freescale.simulate.operations import Machine
-from freescale.simulate.report import HEADER, report, rows, scaling
-from freescale.simulate.whatif import ABLATION, Outcome, Question, Techniques, answer
-from freescale.simulate.workload import Model
+from freescale.simulate.operations import DeviceModel
+from freescale.simulate.report import HEADER, render_report, scaling, table_rows
+from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, Techniques, simulate
+from freescale.simulate.workload import ModelCost
 
 _BATCH = 128
 
@@ -80,24 +80,24 @@ def run_simulate(argv: Sequence[str], prog: str) -> int:
     used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
     techniques = (Techniques(**used),) if options.without else ABLATION
     asked, ranks_in_all = sorted(options.gpus), sum(options.gpus) * len(techniques)
-    found = (one for world_size in asked for one in answer(question, world_size, techniques))
+    found = (one for world_size in asked for one in simulate(question, world_size, techniques))
     outcomes = list(track(found, "simulating", total=ranks_in_all, size=lambda one: one.world_size))
     name = str(options.run or options.from_data)
-    write_page(options.out, report(name, question.cluster, said, outcomes))
+    write_page(options.out, render_report(name, question.cluster, said, outcomes))
     if options.json:
         figures = [_figures(one, outcomes) for one in outcomes]
         print_json({"cluster": question.cluster.name, "said": said, "outcomes": figures})
     else:
-        print_table(f"{name} on {question.cluster.name}", HEADER, rows(outcomes), words=(1,))
+        print_table(f"{name} on {question.cluster.name}", HEADER, table_rows(outcomes), words=(1,))
         say(*said, f"page: {options.out}")
     return 0
 
 
-def _question(options: SimulateOptions) -> tuple[Question, list[str]]:
+def _question(options: SimulateOptions) -> tuple[Scenario, list[str]]:
     """What is asked, and what the answer rests on."""
     config, batch = _config(options)
     found = compute_stats(Dataset(config.data.path))
-    model, where = Model.of(config, found), cluster.load(options.cluster)
+    model, where = ModelCost.from_config(config, found), cluster.load(options.cluster)
     machine, compute = _machine(options.run, model, where)
     lengths = np.minimum(found.lengths.values, config.data.max_history)
     said = [
@@ -109,7 +109,7 @@ def _question(options: SimulateOptions) -> tuple[Question, list[str]]:
     if config.task.kind == "ranking":
         said.append("The candidates of this task are left out: its steps are longer than these.")
     counts = found.lengths.counts
-    return Question(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
+    return Scenario(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
 
 
 def _asked(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
@@ -128,17 +128,19 @@ def _config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
     return replace(config, data=data), options.batch or batch
 
 
-def _machine(run: Path | None, model: Model, where: Cluster) -> tuple[Callable[[Cluster], Machine], str]:
+def _machine(run: Path | None, model: ModelCost, where: Cluster) -> tuple[Callable[[Cluster], DeviceModel], str]:
     """How quick a rank is: as the run was, if it ran on such a device; else by the device's figures."""
     device = "" if run is None else records.read_machine(run).device
     if run is None or where.device.lower() not in device.lower():
         why = f"the run was on {device}" if device else "there is no run"
-        return lambda c: Machine.of(c, model), f"Compute by the figures of {where.device}, since {why}."
-    compute = calibrate.computes(records.read_samples(run))
-    return lambda c: compute.applied(Machine.of(c, model)), f"Compute as measured on {device}, {compute.error:.1%} off."
+        return lambda c: DeviceModel.from_cluster(c, model), f"Compute by the figures of {where.device}, since {why}."
+    compute = operations.fit_compute(records.read_samples(run))
+    return lambda c: compute.apply_to(
+        DeviceModel.from_cluster(c, model)
+    ), f"Compute as measured on {device}, {compute.error:.1%} off."
 
 
-def _figures(one: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _figures(one: SimulationResult, outcomes: Sequence[SimulationResult]) -> dict[str, Any]:
     return {
         "world_size": one.world_size,
         "with": one.techniques.name,

@@ -1,4 +1,4 @@
-"""What other machines would do with a run: the trainer's own schedule, plans and ledger, on a clock instead of devices.
+"""Simulates a run on other clusters, with the trainer's own schedule, placement and ledger on a simulated clock.
 
-Never imports torch. Knows no process group and no model: a step is what its schedule says and what its samples cost.
+Does not import torch, use process groups or run a model: a step is its schedule and the cost of its samples.
 """

@@ -1,6 +1,6 @@
-"""Machines and the links between them, as small TOML files in which every figure says where it comes from.
+"""Clusters: devices and links, as small TOML files in which every figure has a source.
 
-A figure that nobody published is a range; `drawn` picks one cluster from it, and many of them give a band.
+An uncertain figure has a range. `Cluster.draw` draws one cluster from the ranges; many draws give a band.
 """
 
 import importlib.resources
@@ -16,41 +16,41 @@ import numpy as np
 from freescale.errors import ConfigError, reason, suggest
 
 FIGURES = {
-    "ranks_per_host": "ranks of one host",
-    "hosts_per_leaf": "hosts below one switch; between those, the spine",
-    "flops": "products and additions per second that a rank could do",
-    "efficiency": "share of them that training reaches",
-    "memory": "bytes per second that rows are read and written with",
-    "near": "bytes per second that a rank sends inside its host",
-    "far": "bytes per second that a host sends to others",
-    "one_way": "1 where a transfer between two ranks goes one way at a time, as gloo's does; 0 where both",
-    "ring": "share of a link's rate that adding up over all ranks reaches",
-    "in_flight": "bytes of deferred pieces that a rank has under way when something urgent begins",
-    "oversubscription": "what hosts below a switch could send, over what leaves it",
-    "latency": "seconds until a transfer moves",
-    "message": "seconds that a transfer takes per peer, whatever it sends",
-    "contention": "share by which compute is slower while a device's own cores move bytes",
-    "sm_free": "share of a link's rate that ways reach which spare those cores",
-    "host": "seconds that the host holds a step up",
-    "jitter": "deviation of a rank's compute time, as a share of it",
-    "slow_share": "share of the ranks that are slow",
-    "slow_by": "by how much, as a share of their compute time",
-    "stall_share": "share of the steps in which a rank waits for data",
-    "stall": "seconds that it waits then",
+    "ranks_per_host": "ranks per host",
+    "hosts_per_leaf": "hosts per leaf switch; the spine connects the leaves",
+    "flops": "peak FLOP/s of a rank",
+    "efficiency": "share of `flops` that training reaches",
+    "memory": "memory bandwidth of a rank, bytes per second",
+    "near": "bandwidth of a rank inside its host, bytes per second",
+    "far": "bandwidth of a host to other hosts, bytes per second",
+    "one_way": "1 if transfers between two ranks are half-duplex, as with gloo; 0 if full-duplex",
+    "ring": "share of the bandwidth that an all-reduce reaches",
+    "in_flight": "bytes of deferred chunks in flight per rank when an urgent transfer begins",
+    "oversubscription": "bandwidth of the hosts of a leaf over its uplink",
+    "latency": "seconds before the first byte of a transfer",
+    "message": "seconds of a transfer per peer, independent of its size",
+    "contention": "relative slowdown of compute while SMs move bytes",
+    "sm_free": "share of the bandwidth that SM-free transports reach",
+    "host": "host overhead per step, seconds",
+    "jitter": "relative standard deviation of a rank's compute time",
+    "slow_share": "share of slow ranks",
+    "slow_by": "relative slowdown of slow ranks",
+    "stall_share": "share of steps in which a rank waits for data",
+    "stall": "mean seconds of such a wait",
 }
 
-_BETWEEN = {
+_LIMITS = {
     **dict.fromkeys(("ranks_per_host", "hosts_per_leaf", "flops", "memory", "near", "far"), (1.0, 1e18)),
     **dict.fromkeys(("efficiency", "ring", "sm_free"), (1e-3, 100.0)),
     "in_flight": (0.0, 1e18),
     "jitter": (0.0, 1.0),
 }
-"""What a figure may be; other shares, factors and seconds from 0 to 100. Beyond, a clock loses its digits."""
+"""Limits of figures; 0 to 100 for all others. Beyond them the simulated clock loses precision."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, and between which ones it may be."""
+    """A number, its range and its source."""
 
     value: float
     low: float
@@ -60,78 +60,84 @@ class Figure:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of one kind. `device`: as its maker calls it; one that is not a CPU computes beside its host."""
+    """Hosts of one kind. `device`: its product name; all devices but `cpu` run asynchronously to their host."""
 
     name: str
     device: str
     figures: Mapping[str, Figure]
 
     def __getattr__(self, name: str) -> float:
-        """A figure."""
+        """Return the value of a figure."""
         if name not in FIGURES:
             raise AttributeError(name)
         return self.figures[name].value
 
     @property
     def asynchronous(self) -> bool:
-        """Whether compute goes on beside the host."""
+        """Whether compute runs asynchronously to the host."""
         return self.device != "cpu"
 
-    def drawn(self, rng: np.random.Generator) -> "Cluster":
-        """One of the clusters that it may be."""
-        return self.changed({name: rng.uniform(one.low, one.high) for name, one in self.figures.items()})
+    def draw(self, rng: np.random.Generator) -> "Cluster":
+        """Draw a cluster from the ranges of the figures."""
+        return self.with_values({name: rng.uniform(figure.low, figure.high) for name, figure in self.figures.items()})
 
-    def changed(self, values: Mapping[str, float]) -> "Cluster":
-        """With other figures."""
+    def with_values(self, values: Mapping[str, float]) -> "Cluster":
+        """Return a cluster with other values."""
         new = {name: replace(self.figures[name], value=value) for name, value in values.items()}
         return replace(self, figures={**self.figures, **new})
 
 
 def names() -> list[str]:
-    """Clusters that come with the package."""
-    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+    """Return the names of the clusters in the package."""
+    return sorted(
+        file.name.removesuffix(".toml") for file in _package_folder().iterdir() if file.name.endswith(".toml")
+    )
 
 
 def load(source: str) -> Cluster:
-    """A cluster by its name, or from one's own TOML file."""
+    """Load a cluster by name, or from a TOML file."""
     if source in names():
-        file = _shipped() / f"{source}.toml"
+        file = _package_folder() / f"{source}.toml"
     elif source.endswith(".toml") and Path(source).is_file():
         file = Path(source)
     else:
         remedy = f"{suggest(source, names())}; or give the path of a .toml file"
         raise ConfigError(f"no cluster is called '{source}'", remedy=remedy)
     try:
-        return _parsed(tomllib.loads(file.read_text(encoding="utf-8")), source)
+        return _parse(tomllib.loads(file.read_text(encoding="utf-8")), source)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         what = f"the cluster is not TOML: {reason(error)}"
         raise ConfigError(what, where=source, remedy="see docs/simulate.md") from error
 
 
-def _parsed(facts: dict[str, Any], where: str) -> Cluster:
-    given = figures if isinstance(figures := facts.get("figures"), dict) else {}
-    wrong = [name for name in given if name not in FIGURES] or [name for name in FIGURES if name not in given]
-    if wrong or not all(isinstance(facts.get(key), str) for key in ("name", "device")):
-        remedy = suggest(wrong[0], FIGURES) if wrong and wrong[0] in given else "give name, device and every figure"
-        what = f"a figure is unknown or missing: {', '.join(wrong) or 'name, device'}"
+def _parse(content: dict[str, Any], where: str) -> Cluster:
+    table = figures if isinstance(figures := content.get("figures"), dict) else {}
+    invalid = [name for name in table if name not in FIGURES] or [name for name in FIGURES if name not in table]
+    if invalid or not all(isinstance(content.get(key), str) for key in ("name", "device")):
+        remedy = (
+            suggest(invalid[0], FIGURES) if invalid and invalid[0] in table else "give name, device and every figure"
+        )
+        what = f"a figure is unknown or missing: {', '.join(invalid) or 'name, device'}"
         raise ConfigError(what, where=where, remedy=remedy)
-    return Cluster(facts["name"], facts["device"], {name: _figure(name, one, where) for name, one in given.items()})
+    return Cluster(
+        content["name"], content["device"], {name: _parse_figure(name, figure, where) for name, figure in table.items()}
+    )
 
 
-def _figure(name: str, given: Any, where: str) -> Figure:
-    if not isinstance(given, dict) or not given.get("source") or "value" not in given:
+def _parse_figure(name: str, table: Any, where: str) -> Figure:
+    if not isinstance(table, dict) or not table.get("source") or "value" not in table:
         form = f'{name} = {{ value = 1.0, source = "..." }}, with low and high where it is not known'
         raise ConfigError(f"figure '{name}' has no value or no source", where=where, remedy=f"write {form}")
     try:
-        value, low, high = (float(given.get(key, given["value"])) for key in ("value", "low", "high"))
+        value, low, high = (float(table.get(key, table["value"])) for key in ("value", "low", "high"))
     except (TypeError, ValueError, OverflowError):
         value = low = high = math.nan
-    least, most = _BETWEEN.get(name, (0.0, 100.0))
-    if not least <= low <= value <= high <= most:
-        remedy = f"give numbers with {least:g} <= low <= value <= high <= {most:g}"
-        raise ConfigError(f"figure '{name}' cannot be used: {given}", where=where, remedy=remedy)
-    return Figure(value, low, high, str(given["source"]))
+    minimum, maximum = _LIMITS.get(name, (0.0, 100.0))
+    if not minimum <= low <= value <= high <= maximum:
+        remedy = f"give numbers with {minimum:g} <= low <= value <= high <= {maximum:g}"
+        raise ConfigError(f"figure '{name}' cannot be used: {table}", where=where, remedy=remedy)
+    return Figure(value, low, high, str(table["source"]))
 
 
-def _shipped() -> Any:
+def _package_folder() -> Any:
     return importlib.resources.files("freescale.simulate") / "clusters"

@@ -1,164 +1,219 @@
-"""What each operation of a schedule takes: seconds of its lane, and a transfer. Pure.
+"""The cost of each operation of a schedule: seconds of its lane, and a transfer. Pure.
 
-The names are those of `overlap.schedule`. One that is not known here is an error: a schedule that changed must change
-what is simulated.
+The names are those of `overlap.schedule`. An unknown name is an error: a schedule that changes must change the
+simulation. The speed of a rank comes from the figures of its device, or is fitted to a run (`fit_compute`).
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from freescale.balance.placement import Floats
+from freescale.bubbles.events import TRAFFIC, RankStep, Span, merge_intervals
+from freescale.bubbles.records import StepSample
+from freescale.errors import DataError
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.cluster import Cluster
-from freescale.simulate.network import Demand, Topology
-from freescale.simulate.workload import Load, Model
+from freescale.simulate.network import Topology, TransferCost
+from freescale.simulate.workload import ModelCost, StepLoad
 
-_ID, _NUMBER = 8, 4
+_ID_BYTES, _FLOAT_BYTES = 8, 4
+_WARM_UP_STEPS = 3
+_MIN_VARIATION = 2.0
 READ = Operation("read", "deferred", "data", (("prepare", -3),), batch=2)
-"""A batch is read while the two before it are computed."""
+"""Reads a batch while the two before it are computed."""
 BALANCE = (
     READ,
     Operation("gather_lengths", "deferred", "samples", ("read",), batch=2),
     Operation("plan", "deferred", "host", ("gather_lengths",), batch=2),
     Operation("move_samples", "deferred", "samples", ("plan",), batch=2),
 )
-"""And then dealt, in a thread of its own."""
+"""Reads and balances a batch, in a thread of its own."""
 
 
-def begun(schedule: Schedule) -> tuple[Operation, ...]:
-    """A schedule behind what its host does between two steps, beginning with a look for the batch to prepare."""
+def with_host_work(schedule: Schedule) -> tuple[Operation, ...]:
+    """Prepend the host's work between two steps, which begins with the fetch of the batch to prepare."""
     ahead = next(operation.batch for operation in schedule.operations if operation.name == "prepare")
     return Operation("begin", "host", "host", (("update_dense", -1 - ahead),), batch=ahead), *schedule.operations
 
 
 @dataclass(frozen=True)
-class Machine:
-    """How quick one rank is. Seconds."""
+class DeviceModel:
+    """The speed of one rank, in seconds."""
 
     step: float
-    """Of both passes, whatever a batch holds."""
+    """Both passes, independent of the batch."""
     work: float
-    """Per unit of work, of both passes."""
+    """Both passes, per unit of work."""
     row: float
-    """To look a row up."""
+    """Lookup of a row."""
     update: float
-    """To change a row."""
+    """Update of a row."""
     event: float
-    """To lay a batch out, per row that it asks for."""
+    """Preparation of a batch, per requested row."""
     byte: float
-    """To pack what is sent, per byte."""
+    """Packing, per byte sent."""
     dense: float
-    """To change the dense part."""
+    """Dense optimizer step."""
     between: float
-    """Between two steps."""
+    """Host work between two steps."""
     forward: float = 1 / 3
     """Share of the forward pass in both."""
 
-    def computes(self, model: Model, load: Load) -> Floats:
-        """Both passes of a micro-batch, on every rank."""
+    def compute_seconds(self, model: ModelCost, load: StepLoad) -> Floats:
+        """Return the seconds of both passes of a micro-batch, on every rank."""
         return (self.step + self.work * load.work) / model.micro_batches
 
     @staticmethod
-    def of(cluster: Cluster, model: Model) -> "Machine":
-        """From the figures of a device: nothing was measured there."""
+    def from_cluster(cluster: Cluster, model: ModelCost) -> "DeviceModel":
+        """Derive the speed from the figures of a device, without a measurement."""
         work, byte = 3 * 2 * model.products / (cluster.flops * cluster.efficiency), 1 / cluster.memory
-        row, event, dense = _NUMBER * model.dim * byte, _ID * byte, 5 * model.dense_bytes * byte
-        return Machine(0.0, work, row, 3 * row, event, byte, dense, cluster.host)
+        row, event, dense = _FLOAT_BYTES * model.dim * byte, _ID_BYTES * byte, 5 * model.dense_bytes * byte
+        return DeviceModel(0.0, work, row, 3 * row, event, byte, dense, cluster.host)
 
 
-class Task(NamedTuple):
-    """Seconds of a lane under some cause, then a transfer that all ranks take part in; either may be missing."""
+class ComputeModel(NamedTuple):
+    """The time of both passes, fitted to a run."""
+
+    step: float
+    """Seconds, independent of the batch."""
+    work: float
+    """Seconds per unit of work."""
+    forward: float
+    """Share of the forward pass."""
+    error: float
+    """Mean relative error."""
+
+    def apply_to(self, device: DeviceModel) -> DeviceModel:
+        """Return a device with this compute time."""
+        return replace(device, step=self.step, work=self.work, forward=self.forward)
+
+
+def fit_compute(samples: Mapping[int, Sequence[StepSample]]) -> ComputeModel:
+    """Fit the compute time of ranks to the work of their batches, from the fully recorded steps of a run."""
+    steps = [sample.step for number, ranks in samples.items() if number > _WARM_UP_STEPS for sample in ranks]
+    forward, backward = np.array([_pass_seconds(step) for step in steps]).reshape(-1, 2).T
+    work, seconds = np.array([step.work for step in steps]), forward + backward
+    if not len(work) or not work.any() or not seconds.any():
+        remedy = f"train for more than {_WARM_UP_STEPS} steps"
+        raise DataError("the run kept too few whole steps", remedy=remedy)
+    slope, base = float(seconds.sum() / work.sum()), 0.0
+    if work.max() > _MIN_VARIATION * work.min():  # else the fixed cost cannot be separated from the cost of the work
+        fitted = np.polyfit(work, seconds, 1)
+        slope, base = fitted if (fitted >= 0).all() else (slope, base)
+    error = np.abs(seconds - (base + slope * work)).mean() / seconds.mean()
+    return ComputeModel(float(base), float(slope), float(forward.sum() / seconds.sum()), float(error))
+
+
+def _pass_seconds(step: RankStep) -> tuple[float, float]:
+    """Return the seconds of both passes: backward spans and the forward span before each. Lookups are forward spans."""
+    passes = [span for span in step.spans if span.kind in ("forward", "backward")]
+    pairs = [(a, b) for a, b in itertools.pairwise(passes) if (a.kind, b.kind) == ("forward", "backward")]
+    return sum(busy_seconds(step, a) for a, _ in pairs), sum(busy_seconds(step, b) for _, b in pairs)
+
+
+def busy_seconds(step: RankStep, span: Span) -> float:
+    """Return the seconds of a span without waits for transfers."""
+    transfer_waits = [wait for transfer in step.transfers for wait in transfer.waits]
+    waits = merge_intervals([*transfer_waits, *((s.begin, s.end) for s in step.spans if s.kind in TRAFFIC)])
+    waited = sum(max(0, min(end, span.end) - max(begin, span.begin)) for begin, end in waits)
+    return (span.end - span.begin - waited) / 1e9
+
+
+class OperationCost(NamedTuple):
+    """Seconds of a lane with their cause, then an optional transfer of all ranks."""
 
     seconds: Floats
     cause: str
-    demand: Demand | None = None
-    early: Demand | None = None
-    """A part of the transfer that begins on the way, at `from_share` of the seconds."""
-    from_share: float = 0.0
+    transfer: TransferCost | None = None
+    early: TransferCost | None = None
+    """A part of the transfer that begins during the operation, at `early_from` of its seconds."""
+    early_from: float = 0.0
 
 
-_COMPUTED: dict[str, Callable[[Machine, Model, Load], Floats]] = {
+_COMPUTED: dict[str, Callable[[DeviceModel, ModelCost, StepLoad], Floats]] = {
     "read": lambda _, __, load: 0 * load.work,
     "plan": lambda _, __, load: load.planning + 0 * load.work,
-    "begin": lambda m, _, load: m.between + 0 * load.work,
-    "prepare": lambda m, model, load: m.event * model.looked_up * load.events,
-    "split": lambda m, _, load: m.event * load.rows,
-    "look_up": lambda m, _, load: m.row * load.rows,
-    "look_up_exclusive": lambda m, _, load: m.row * (load.rows - load.shared),
-    "look_up_collision": lambda m, _, load: m.row * load.shared,
-    "forward": lambda m, model, load: m.forward * m.computes(model, load),
-    "backward": lambda m, model, load: (1 - m.forward) * m.computes(model, load),
-    "update_rows": lambda m, _, load: m.update * load.rows,
-    "update_urgent": lambda m, _, load: m.update * load.shared,
-    "update_deferred": lambda m, _, load: m.update * (load.rows - load.shared),
-    "update_dense": lambda m, _, load: m.dense + 0 * load.work,
+    "begin": lambda d, _, load: d.between + 0 * load.work,
+    "prepare": lambda d, model, load: d.event * model.looked_up * load.events,
+    "split": lambda d, _, load: d.event * load.rows,
+    "look_up": lambda d, _, load: d.row * load.rows,
+    "look_up_exclusive": lambda d, _, load: d.row * (load.rows - load.shared),
+    "look_up_collision": lambda d, _, load: d.row * load.shared,
+    "forward": lambda d, model, load: d.forward * d.compute_seconds(model, load),
+    "backward": lambda d, model, load: (1 - d.forward) * d.compute_seconds(model, load),
+    "update_rows": lambda d, _, load: d.update * load.rows,
+    "update_urgent": lambda d, _, load: d.update * load.shared,
+    "update_deferred": lambda d, _, load: d.update * (load.rows - load.shared),
+    "update_dense": lambda d, _, load: d.dense + 0 * load.work,
 }
 """Seconds of every rank."""
-_TO_OWNERS: dict[str, Callable[[Model, Load], Floats]] = {
-    "send_ids": lambda _, load: _ID * load.rows,
-    "send_gradients": lambda model, load: _NUMBER * model.dim * load.rows,
-    "send_urgent_gradients": lambda model, load: _NUMBER * model.dim * load.shared,
-    "send_deferred_gradients": lambda model, load: _NUMBER * model.dim * (load.rows - load.shared),
+_TO_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
+    "send_ids": lambda _, load: _ID_BYTES * load.rows,
+    "send_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
+    "send_urgent_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
+    "send_deferred_gradients": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
     "move_samples": lambda _, load: load.moved,
 }
-"""Bytes that every rank sends, to all others alike."""
-_FROM_OWNERS: dict[str, Callable[[Model, Load], Floats]] = {
+"""Bytes that every rank sends, evenly to all others."""
+_FROM_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
     "send_split": lambda _, load: 2 * load.rows / 8,
-    "send_rows": lambda model, load: _NUMBER * model.dim * load.rows,
-    "send_exclusive_rows": lambda model, load: _NUMBER * model.dim * (load.rows - load.shared),
-    "send_collision_rows": lambda model, load: _NUMBER * model.dim * load.shared,
+    "send_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
+    "send_exclusive_rows": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
+    "send_collision_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
 }
-"""Bytes that come to every rank, from all others alike."""
+"""Bytes that every rank receives, evenly from all others."""
 
 
-class Operations:
-    """What operations take on one cluster. `sm_free`: whether what is deferred spares the cores of a device."""
+class OperationCosts:
+    """The costs of operations on one cluster. `sm_free`: deferred transfers use no SMs of a device."""
 
     def __init__(
         self,
         cluster: Cluster,
-        machine: Machine,
-        model: Model,
+        device: DeviceModel,
+        model: ModelCost,
         *,
         world_size: int,
         sm_free: bool,
         rng: np.random.Generator,
     ) -> None:
-        self._topology, self._machine, self._model = Topology(cluster, world_size, rng), machine, model
+        self._topology, self._device, self._model = Topology(cluster, world_size, rng), device, model
         self.cluster, self.world_size, self.sm_free, self.rng = cluster, world_size, sm_free, rng
-        self._share = cluster.sm_free if sm_free else 1.0
+        self._deferred_efficiency = cluster.sm_free if sm_free else 1.0
 
-    def task(self, operation: Operation, load: Load) -> Task:
-        """What an operation takes in a step with this load."""
+    def cost(self, operation: Operation, load: StepLoad) -> OperationCost:
+        """Return the cost of an operation in a step with this load."""
         name, deferred = operation.name, operation.lane == "deferred"
         if name in _COMPUTED:
-            seconds = _COMPUTED[name](self._machine, self._model, load)
+            seconds = _COMPUTED[name](self._device, self._model, load)
             last = name == "backward" and operation.part == self._model.micro_batches - 1
-            return self._adds_up(seconds) if last else Task(seconds, operation.cause)
-        demand, size = self._demand(name, load, whole=not deferred)
-        return Task(self._machine.byte * size, "host", demand.slower(self._share) if deferred else demand)
+            return self._last_backward(seconds) if last else OperationCost(seconds, operation.cause)
+        transfer, size = self._transfer(name, load, chunked=deferred)
+        transfer = transfer.at_efficiency(self._deferred_efficiency) if deferred else transfer
+        return OperationCost(self._device.byte * size, "host", transfer)
 
-    def _demand(self, name: str, load: Load, *, whole: bool) -> tuple[Demand, Floats]:
-        """A transfer, and the bytes that each rank packs for it."""
-        nothing = np.zeros(self.world_size)
+    def _transfer(self, name: str, load: StepLoad, *, chunked: bool) -> tuple[TransferCost, Floats]:
+        """Return a transfer and the bytes that each rank packs for it."""
+        no_bytes = np.zeros(self.world_size)
         if name == "agree":
-            return self._topology.all_reduce(3 * _ID), nothing  # count, stop, partially applied
+            return self._topology.all_reduce(3 * _ID_BYTES), no_bytes  # count, stop, partially applied
         if name == "gather_lengths":
-            told = self._topology.all_gather(3 * _ID * load.samples / self.world_size)
-            return replace(told, latency=2 * told.latency), nothing  # first how many samples, then their lengths
-        for comes, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
+            lengths = self._topology.all_gather(3 * _ID_BYTES * load.samples / self.world_size)
+            return replace(lengths, latency=2 * lengths.latency), no_bytes  # two rounds: counts, then lengths
+        for incoming, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
             if name in table:
                 size = table[name](self._model, load)
-                demand = self._topology.all_to_all(size, comes=comes, whole=whole)
-                # Ids go in two rounds: how many, then which.
-                return (replace(demand, latency=2 * demand.latency) if name == "send_ids" else demand), size
-        raise NotImplementedError(f"nobody has said what '{name}' takes; do so in simulate.operations")
+                transfer = self._topology.all_to_all(size, incoming=incoming, chunked=chunked)
+                # Ids take two rounds: counts, then ids.
+                return (replace(transfer, latency=2 * transfer.latency) if name == "send_ids" else transfer), size
+        raise NotImplementedError(f"the cost of operation '{name}' is not defined; add it to simulate.operations")
 
-    def _adds_up(self, seconds: Floats) -> Task:
-        """Gradients of the dense part are added up bucket by bucket, the last one when all is computed."""
+    def _last_backward(self, seconds: Floats) -> OperationCost:
+        """Return the backward pass that all-reduces dense gradients by bucket; nothing overlaps the last bucket."""
         size, last = self._model.dense_bytes, self._model.last_bytes
         early = self._topology.all_reduce(size - last) if last < size else None
-        return Task(seconds, "backward", self._topology.all_reduce(last), early, from_share=1.0 - last / size)
+        return OperationCost(seconds, "backward", self._topology.all_reduce(last), early, early_from=1.0 - last / size)

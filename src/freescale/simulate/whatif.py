@@ -1,4 +1,4 @@
-"""A run on other clusters, at other sizes, with and without each technique."""
+"""What-if scenarios: a run on other clusters, at other sizes, with and without each technique."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,24 @@ from freescale.config import BalanceConfig
 from freescale.overlap.schedule import overlapped, serial
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
-from freescale.simulate.operations import Machine, Operations
-from freescale.simulate.workload import EVENT_BYTES, SAMPLE_BYTES, Drawn, Ints, Load, Model, draw, plan, prolonged
+from freescale.simulate.operations import DeviceModel, OperationCosts
+from freescale.simulate.workload import (
+    EVENT_BYTES,
+    SAMPLE_BYTES,
+    Ints,
+    ModelCost,
+    SampledStep,
+    StepLoad,
+    extend_steps,
+    plan_step,
+    sample_steps,
+)
 
-_PLANNED, _DRAWS, _DRAWN_STEPS = 5, 16, 8
+_PLANNED_STEPS, _CLUSTER_DRAWS, _STEPS_PER_DRAW = 5, 16, 8
 
 
 class Techniques(NamedTuple):
-    """What is on."""
+    """The techniques that are on."""
 
     balance: bool = True
     priority: bool = True
@@ -27,25 +37,25 @@ class Techniques(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A human-readable name."""
         on = [name.replace("_", "-") for name, used in self._asdict().items() if used]
         return "everything" if len(on) == 3 else ", ".join(on) or "nothing"
 
 
-_TRIED = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1))
-ABLATION = tuple(Techniques(*map(bool, used)) for used in _TRIED)
-"""From nothing to everything. Without priority no rows travel behind compute, so SM-free ways change nothing."""
+_ABLATION = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1))
+ABLATION = tuple(Techniques(*map(bool, used)) for used in _ABLATION)
+"""From nothing to everything. Without priority no rows overlap with compute, so SM-free transports change nothing."""
 
 
 class Band(NamedTuple):
-    """Where most of the clusters lie that the figures allow: 10% are below, 10% above."""
+    """The 10% and 90% quantiles over the clusters that the ranges of the figures allow."""
 
     low: float
     high: float
 
 
-class Outcome(NamedTuple):
-    """What some ranks would do."""
+class SimulationResult(NamedTuple):
+    """The prediction for one world size and set of techniques."""
 
     world_size: int
     techniques: Techniques
@@ -54,79 +64,91 @@ class Outcome(NamedTuple):
     step_ms: Band
     bubble_percent: Band
     collisions: float
-    """Share of a rank's rows that the step before needs too."""
+    """Share of a rank's rows that the previous step needs too."""
     moved: float
-    """Share of the bytes of all samples that move."""
+    """Share of the sample bytes that move between ranks."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be simulated."""
+class Scenario:
+    """The inputs of a simulation."""
 
-    model: Model
+    model: ModelCost
     lengths: Ints
     counts: Ints
-    """How often each length occurs."""
+    """Number of samples of each length."""
     batch: int
     """Samples per rank."""
     cluster: Cluster
-    machine: Callable[[Cluster], Machine]
-    """How quick a rank is on a cluster that is drawn."""
+    device: Callable[[Cluster], DeviceModel]
+    """Returns the speed of a rank on a drawn cluster."""
     rules: BalanceConfig = field(default_factory=BalanceConfig)
-    """Of balance."""
+    """Rules of the balancer."""
     steps: int = 50
     seed: int = 0
 
-    def drawn(self, world_size: int) -> list[Drawn]:
-        """Samples of the steps that are really planned."""
-        rng = np.random.default_rng(self.seed)
-        return list(draw(self.lengths, self.counts, world_size=world_size, batch=self.batch, steps=_PLANNED, rng=rng))
+    def sample_steps(self, world_size: int) -> list[SampledStep]:
+        """Sample the steps that are planned."""
+        rng, steps = np.random.default_rng(self.seed), _PLANNED_STEPS
+        return list(
+            sample_steps(self.lengths, self.counts, world_size=world_size, batch=self.batch, steps=steps, rng=rng)
+        )
 
-    def loads(self, drawn: Sequence[Drawn], world_size: int, *, balanced: bool) -> list[Load]:
-        """Those steps, planned."""
+    def plan_steps(self, steps: Sequence[SampledStep], world_size: int, *, balanced: bool) -> list[StepLoad]:
+        """Plan these steps."""
         hosts = np.arange(world_size) // max(1, round(self.cluster.ranks_per_host))
         rules = self.rules if balanced else None
-        return [plan(one, self.model, world_size=world_size, rules=rules, hosts=hosts) for one in drawn]
+        return [plan_step(step, self.model, world_size=world_size, rules=rules, hosts=hosts) for step in steps]
 
-    def clusters(self) -> list[Cluster]:
-        """Some that the cluster may be: the same for all sizes and techniques."""
-        return [self.cluster.drawn(np.random.default_rng([self.seed, draw])) for draw in range(_DRAWS)]
+    def draw_clusters(self) -> list[Cluster]:
+        """Draw clusters from the ranges of the figures: the same for all sizes and techniques."""
+        return [self.cluster.draw(np.random.default_rng([self.seed, draw])) for draw in range(_CLUSTER_DRAWS)]
 
 
-def answer(question: Question, world_size: int, techniques: Sequence[Techniques]) -> Iterator[Outcome]:
-    """One outcome for each set of techniques, over the same samples."""
-    drawn = question.drawn(world_size)
+def simulate(scenario: Scenario, world_size: int, techniques: Sequence[Techniques]) -> Iterator[SimulationResult]:
+    """Yield one result for each set of techniques, over the same samples."""
+    steps = scenario.sample_steps(world_size)
     loads = {
-        balanced: question.loads(drawn, world_size, balanced=balanced) for balanced in {t.balance for t in techniques}
+        balanced: scenario.plan_steps(steps, world_size, balanced=balanced)
+        for balanced in {used.balance for used in techniques}
     }
-    yield from (_outcome(question, world_size, one, loads[one.balance]) for one in techniques)
+    yield from (_simulate(scenario, world_size, used, loads[used.balance]) for used in techniques)
 
 
-def _outcome(question: Question, world_size: int, techniques: Techniques, loads: Sequence[Load]) -> Outcome:
-    rng = np.random.default_rng(question.seed + 1)
-    summary = run(question, question.cluster, world_size, techniques, prolonged(loads, question.steps, rng), rng)
-    few = prolonged(loads, min(question.steps, _DRAWN_STEPS), rng)
-    others = [run(question, one, world_size, techniques, few, rng) for one in question.clusters()]
+def _simulate(
+    scenario: Scenario, world_size: int, techniques: Techniques, loads: Sequence[StepLoad]
+) -> SimulationResult:
+    rng = np.random.default_rng(scenario.seed + 1)
+    all_steps = extend_steps(loads, scenario.steps, rng)
+    summary = simulate_steps(scenario, scenario.cluster, world_size, techniques, all_steps, rng)
+    few_steps = extend_steps(loads, min(scenario.steps, _STEPS_PER_DRAW), rng)
+    draws = [simulate_steps(scenario, c, world_size, techniques, few_steps, rng) for c in scenario.draw_clusters()]
 
     def band(figure: Callable[[Summary], float]) -> Band:
-        found = [figure(one) for one in (summary, *others)]
-        return Band(*np.quantile(found, [0.1, 0.9]).tolist())
+        values = [figure(result) for result in (summary, *draws)]
+        return Band(*np.quantile(values, [0.1, 0.9]).tolist())
 
     samples, events, rows, shared, moved = (
         sum(np.sum(getattr(load, name)) for load in loads) for name in ("samples", "events", "rows", "shared", "moved")
     )
-    rate, held = samples / len(loads) / (summary.step_ms / 1e3), SAMPLE_BYTES * samples + EVENT_BYTES * events
-    bands = band(lambda one: one.step_ms), band(lambda one: one.bubble_percent)
-    return Outcome(world_size, techniques, summary, float(rate), *bands, float(shared / rows), float(moved / held))
+    rate, sample_bytes = samples / len(loads) / (summary.step_ms / 1e3), SAMPLE_BYTES * samples + EVENT_BYTES * events
+    bands = band(lambda result: result.step_ms), band(lambda result: result.bubble_percent)
+    collisions, moved_share = float(shared / rows), float(moved / sample_bytes)
+    return SimulationResult(world_size, techniques, summary, float(rate), *bands, collisions, moved_share)
 
 
-def run(
-    question: Question, cluster: Cluster, world_size: int, techniques: Techniques, loads: Sequence[Load], rng: Generator
+def simulate_steps(
+    scenario: Scenario,
+    cluster: Cluster,
+    world_size: int,
+    techniques: Techniques,
+    loads: Sequence[StepLoad],
+    rng: Generator,
 ) -> Summary:
-    """Some steps on one cluster."""
-    model, overlaps = question.model, techniques.priority and question.model.sharded and world_size > 1
+    """Simulate steps on one cluster."""
+    model, overlaps = scenario.model, techniques.priority and scenario.model.sharded and world_size > 1
     parts = model.micro_batches
     schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
-    machine, sm_free = question.machine(cluster), techniques.sm_free and cluster.asynchronous
-    operations = Operations(cluster, machine, model, world_size=world_size, sm_free=sm_free, rng=rng)
-    return summarize(Engine(schedule, operations, loads, balanced=techniques.balance and world_size > 1).run())
+    device, sm_free = scenario.device(cluster), techniques.sm_free and cluster.asynchronous
+    costs = OperationCosts(cluster, device, model, world_size=world_size, sm_free=sm_free, rng=rng)
+    return summarize(Engine(schedule, costs, loads, balanced=techniques.balance and world_size > 1).run())

@@ -1,15 +1,15 @@
-"""What every rank has to do in a step: samples as they are drawn, and as `balance.place` deals them. Pure.
+"""The work of every rank in a step: sampled batches, placed by the trainer's planner, and the rows they need. Pure.
 
-Some steps are really planned; the others are those again, with the ranks in another order.
+A few steps are planned; the others repeat them with permuted ranks.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.ma  # the first np.unique would import it, and planning would be timed with that
+import numpy.ma  # the first np.unique would import it during the timed planning
 
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import places
@@ -18,115 +18,161 @@ from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.dataset import DatasetStats
 from freescale.overlap.schedule import bucket_bytes
-from freescale.simulate.popularity import Popularity, Rows
 
-SAMPLE_BYTES = 24  # of a sample: its id, and what is told of its length
+SAMPLE_BYTES = 24  # of a sample: its id and its lengths
 EVENT_BYTES = 16  # of an event: its item and its time
+_POINTS = 96
+
+
+class RowModel(Protocol):
+    """Predicts the rows that events need."""
+
+    def rows(self, events: Floats) -> Floats:
+        """Return the distinct rows of this many events of a rank."""
+
+    def shared(self, events: Floats, before: float) -> Floats:
+        """Return how many of those rows the `before` events of the previous step need too."""
+
+
+class Popularity:
+    """A `RowModel` of independent events: groups of equally popular items, and the share of events of each item.
+
+    `drawn`: rows that are looked up at random for every event (negatives).
+    """
+
+    def __init__(self, items: Floats, share: Floats, *, drawn: int = 0) -> None:
+        self._items, self._share = items, share
+        self._at_random = drawn / max(1.0, float(items.sum()))
+
+    @staticmethod
+    def from_counts(counts: Ints, *, drawn: int = 0) -> "Popularity":
+        """Build from the number of occurrences of each item of a log."""
+        occurrences, items = np.unique(counts, return_counts=True)
+        return Popularity(items.astype(np.float64), occurrences / max(1, counts.sum()), drawn=drawn)
+
+    def rows(self, events: Floats) -> Floats:
+        """Return the expected number of distinct rows of these events."""
+        return self._interpolate(events, lambda n: float(self._items @ self._touched(n)))
+
+    def shared(self, events: Floats, before: float) -> Floats:
+        """Return how many of those rows the `before` events of the previous step are expected to need too."""
+        touched_before = self._items * self._touched(before)
+        return self._interpolate(events, lambda n: float(touched_before @ self._touched(n)))
+
+    def _touched(self, events: float) -> Floats:
+        """Return the probability that some of these events need an item, for each group."""
+        return -np.expm1(events * (np.log1p(-np.minimum(self._share, 1 - 1e-12)) - self._at_random))
+
+    def _interpolate(self, events: Floats, function: Callable[[float], float]) -> Floats:
+        """Evaluate at a few points and interpolate linearly on a logarithmic scale."""
+        points = np.geomspace(1.0, max(2.0, float(events.max(initial=1.0))), _POINTS)
+        values = np.array([function(point) for point in points])
+        return np.interp(np.log(np.maximum(events, 1.0)), np.log(points), values) * (events > 0)
 
 
 @dataclass(frozen=True)
-class Model:
-    """What training costs, whatever it runs on."""
+class ModelCost:
+    """The cost of training a model, independent of the device."""
 
     cost: Cost
     """Work of a sample."""
     products: float
-    """Products of a forward pass per unit of that work."""
+    """Multiply-adds of a forward pass per unit of work."""
     dim: int
-    """Of a row."""
+    """Width of a row."""
     dense_bytes: float
-    """Gradients that all ranks add up."""
+    """Dense gradients that are all-reduced."""
     last_bytes: float
-    """Of those, the ones that are there last, when nothing is left to compute."""
-    popularity: Rows
+    """Dense gradients of the last bucket, which nothing overlaps."""
+    popularity: RowModel
     looked_up: int
-    """Rows per event, before each is asked for once."""
+    """Rows per event before deduplication."""
     micro_batches: int = 1
     sharded: bool = True
 
     @staticmethod
-    def of(config: RunConfig, profile: DatasetStats) -> "Model":
-        """From the config of a run and what its data is like."""
+    def from_config(config: RunConfig, stats: DatasetStats) -> "ModelCost":
+        """Derive the cost from the config of a run and the statistics of its data."""
         counted, drawn = Cost.of_model(config.model), config.task.negatives if config.task.kind == "retrieval" else 0
         cost = Cost(*config.balance.cost) if config.balance.cost else counted
-        length = np.array([min(profile.mean_length, config.data.max_history)])
+        length = np.array([min(stats.mean_length, config.data.max_history)])
         sharded = config.tables.placement == "sharded"
-        # A matrix has a product per token for every weight; beside it, positions and tables that every rank holds.
-        rows = config.data.max_history + (0 if sharded else len(profile.items.counts))
-        held = 4.0 * rows * config.model.dim
-        dense = 4.0 * counted.token + held
-        return Model(
+        # A matrix has one product per token and weight. Positions and replicated tables come on top.
+        rows = config.data.max_history + (0 if sharded else len(stats.items.counts))
+        replicated = 4.0 * rows * config.model.dim
+        dense = 4.0 * counted.token + replicated
+        return ModelCost(
             cost=cost,
             products=float(counted.of(length)[0] / cost.of(length)[0]),
             dim=config.model.dim,
             dense_bytes=dense,
-            last_bytes=min(dense, max(held, bucket_bytes(dense))),
-            popularity=Popularity.counted(profile.items.counts, drawn=drawn),
+            last_bytes=min(dense, max(replicated, bucket_bytes(dense))),
+            popularity=Popularity.from_counts(stats.items.counts, drawn=drawn),
             looked_up=1 + drawn,
             micro_batches=config.train.micro_batches,
             sharded=sharded,
         )
 
 
-class Load(NamedTuple):
-    """One step: of every rank, what it has to do."""
+class StepLoad(NamedTuple):
+    """The work of every rank in one step."""
 
     work: Floats
     """By the cost model."""
     events: Floats
     rows: Floats
-    """Distinct ones that it needs."""
+    """Distinct rows."""
     shared: Floats
-    """Of those, the ones that the step before needs too."""
+    """Rows that the previous step needs too."""
     moved: Floats
-    """Bytes of samples that it sends away."""
+    """Bytes of samples that the rank sends to others."""
     samples: int
-    """Of all ranks."""
+    """Global batch size."""
     planning: float
-    """Seconds that it took here to plan where they go."""
+    """Measured seconds of planning."""
 
-    def mixed(self, rng: np.random.Generator) -> "Load":
-        """The same step with the ranks in another order."""
-        order, of_ranks = rng.permutation(len(self.work)), ("work", "events", "rows", "shared", "moved")
-        return self._replace(**{name: getattr(self, name)[order] for name in of_ranks})
+    def permute_ranks(self, rng: np.random.Generator) -> "StepLoad":
+        """Return the same step with permuted ranks."""
+        order, names = rng.permutation(len(self.work)), ("work", "events", "rows", "shared", "moved")
+        return self._replace(**{name: getattr(self, name)[order] for name in names})
 
 
-class Drawn(NamedTuple):
-    """Samples of a step, on the ranks that read them."""
+class SampledStep(NamedTuple):
+    """The samples of a step and the ranks that read them."""
 
     lengths: Ints
-    homes: Ints
+    source_rank: Ints
 
 
-def draw(
+def sample_steps(
     lengths: Ints, counts: Ints, *, world_size: int, batch: int, steps: int, rng: np.random.Generator
-) -> Iterator[Drawn]:
-    """Samples of some steps at random: `lengths`, each as often as `counts` says."""
-    share, homes = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(world_size), batch)
+) -> Iterator[SampledStep]:
+    """Yield steps of random samples: `lengths`, weighted by `counts`."""
+    share, source_rank = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(world_size), batch)
     for _ in range(steps):
-        yield Drawn(lengths[places(share, world_size * batch, rng)], homes)
+        yield SampledStep(lengths[places(share, world_size * batch, rng)], source_rank)
 
 
-def plan(
-    drawn: Drawn, model: Model, *, world_size: int, rules: BalanceConfig | None, hosts: Ints | None = None
-) -> Load:
-    """Who computes what, as the trainer would plan it by some rules; without, all stay where they are."""
-    lengths, homes = drawn
-    began = time.thread_time()  # whatever else this machine does meanwhile
-    rank = homes
+def plan_step(
+    step: SampledStep, model: ModelCost, *, world_size: int, rules: BalanceConfig | None, hosts: Ints | None = None
+) -> StepLoad:
+    """Place the samples as the trainer would; without rules, samples stay on their source rank."""
+    lengths, source_rank = step
+    began = time.thread_time()  # not affected by other load on this machine
+    rank = source_rank
     if rules is not None:
-        rank = Planner(model.cost, rules, world_size=world_size, hosts=hosts)({"history": lengths}, homes).rank
+        rank = Planner(model.cost, rules, world_size=world_size, hosts=hosts)({"history": lengths}, source_rank).rank
     planning, costs = time.thread_time() - began, model.cost.of(lengths)
 
-    def of_ranks(values: Floats | Ints, where: Ints) -> Floats:
-        return np.bincount(where, weights=values, minlength=world_size).astype(np.float64)
+    def sum_by_rank(values: Floats | Ints, ranks: Ints) -> Floats:
+        return np.bincount(ranks, weights=values, minlength=world_size).astype(np.float64)
 
-    events, work = of_ranks(lengths, rank), of_ranks(costs, rank)
+    events, work = sum_by_rank(lengths, rank), sum_by_rank(costs, rank)
     rows, shared = model.popularity.rows(events), model.popularity.shared(events, float(events.sum()))
-    moved = of_ranks((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != homes), homes)
-    return Load(work, events, rows, shared, moved, len(lengths), planning)
+    moved = sum_by_rank((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != source_rank), source_rank)
+    return StepLoad(work, events, rows, shared, moved, len(lengths), planning)
 
 
-def prolonged(loads: Sequence[Load], steps: int, rng: np.random.Generator) -> list[Load]:
-    """As many steps as are asked for, each planned one equally often."""
-    return [loads[step] if step < len(loads) else loads[step % len(loads)].mixed(rng) for step in range(steps)]
+def extend_steps(loads: Sequence[StepLoad], steps: int, rng: np.random.Generator) -> list[StepLoad]:
+    """Return this many steps; those beyond the planned ones repeat them with permuted ranks."""
+    return [loads[step] if step < len(loads) else loads[step % len(loads)].permute_ranks(rng) for step in range(steps)]

@@ -35,7 +35,7 @@ def build(folder: Path, runner: Runner) -> None:
             raise RuntimeError(f"freescale {words}: exit code {reply.code}\n{reply.err}")
     config = runner.run(["config", "tiny", "--data.path", "data/tiny", "--train.max-steps", "2"], folder)
     (folder / "run.toml").write_text(config.out)
-    shutil.copy(cluster._shipped() / "h100.toml", folder / "cluster.toml")
+    shutil.copy(cluster._package_folder() / "h100.toml", folder / "cluster.toml")
     _write_logs(folder / "logs")
     for rank in (0, 1):
         (folder / "traces" / f"rank{rank}.json").write_text(json.dumps(_trace(rank)))
