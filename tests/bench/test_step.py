@@ -1,54 +1,57 @@
-"""Promise: ways to train are compared within a turn, against compute alone, and the floor is told."""
+"""Variants are compared within a turn and against compute alone, with a noise floor; the unmeasurable is no number."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from freescale.balance.cost import Cost
-from freescale.bench import step
+from freescale.bench import emulated, step
 from freescale.bench.emulated import EmulatedCompute
 from freescale.bench.step import PLAIN, PLAIN_AGAIN, SPARSE_DIST, VARIANTS, LossDifference, StepComparison, VariantRun
 from freescale.bubbles.summary import Line, Summary
+from freescale.errors import UsageError
 
 COMPUTE = EmulatedCompute(Cost(token=1e-6), 0.01, 0.02)
 
 
-def turn(way: str, step_ms: float, limit_ms: float) -> VariantRun:
+def run(variant: str, step_ms: float, compute_ms: float) -> VariantRun:
     lines = [
-        Line("forward", limit_ms, 0.5, "0", limit_ms, 0.0, ""),
-        Line("ids", step_ms - limit_ms, 0.5, "0", 1, 0, ""),
+        Line("forward", compute_ms, 0.5, "0", compute_ms, 0.0, ""),
+        Line("ids", step_ms - compute_ms, 0.5, "0", 1, 0, ""),
     ]
-    return VariantRun(way, Summary(2, 8, step_ms, 0.0, 0.0, 0.0, lines), limit_ms)
+    return VariantRun(variant, Summary(2, 8, step_ms, 0.0, 0.0, 0.0, lines), compute_ms)
 
 
-def found(*turns: dict[str, float]) -> StepComparison:
-    """Of each turn: the step of ways, and of compute alone; other ways take 150 ms."""
-    made = [turn(way, given.get(way, 150.0), given["limit"]) for given in turns for way in VARIANTS]
-    return StepComparison(2, 32, True, COMPUTE, made)
+def comparison(*turns: dict[str, float]) -> StepComparison:
+    """Build turns from the step times of variants and of compute alone; other variants take 150 ms."""
+    runs = [run(name, ms.get(name, 150.0), ms["limit"]) for ms in turns for name in VARIANTS]
+    return StepComparison(2, 32, True, COMPUTE, runs)
 
 
 def test_bubbles_are_compared_within_a_turn() -> None:
-    """The machine is half as quick in the second turn: nothing changes."""
+    """A machine that is half as fast in the second turn changes nothing."""
     quick = {PLAIN: 200.0, SPARSE_DIST: 140.0, "everything": 110.0, PLAIN_AGAIN: 200.0, "limit": 100.0}
     slow = {name: 2 * ms for name, ms in quick.items()}
-    measured = found(quick, slow, quick)
+    measured = comparison(quick, slow, quick)
     assert measured.bubble_reduction("everything", PLAIN) == pytest.approx(0.9)
     assert measured.bubble_reduction("everything", SPARSE_DIST) == pytest.approx(0.75)
-    (best,) = [one for one in measured.figures() if one["variant"] == "everything"]
+    (best,) = [figure for figure in measured.figures() if figure["variant"] == "everything"]
     assert best["step_over_compute"] == pytest.approx(1.1)
     assert best["bubble_ms"] == pytest.approx(10.0)
     assert best["samples_per_second"] == pytest.approx(32 / 0.110)
 
 
-def test_the_floor_is_how_far_the_plain_loop_is_from_itself() -> None:
-    measured = found(
+def test_the_noise_floor_is_the_ratio_of_the_plain_loop_to_itself() -> None:
+    measured = comparison(
         {PLAIN: 200.0, PLAIN_AGAIN: 210.0, "limit": 100.0}, {PLAIN: 200.0, PLAIN_AGAIN: 180.0, "limit": 100.0}
     )
     assert measured.noise_floor() == pytest.approx((0.9, 1.05))
 
 
-def test_a_slower_way_is_said_to_have_more_bubbles() -> None:
-    measured = found({PLAIN: 200.0, "balance": 220.0, "limit": 100.0})
+def test_a_slower_variant_has_a_negative_bubble_reduction() -> None:
+    measured = comparison({PLAIN: 200.0, "balance": 220.0, "limit": 100.0})
     assert measured.bubble_reduction("balance", PLAIN) == pytest.approx(-0.2)
     assert "-20.0%" in step.table_rows(measured.figures())[4]
 
@@ -60,22 +63,40 @@ def cells(drawn: str, section: str) -> list[list[str]]:
     return [row for row in rows if row]
 
 
-def test_the_page_gives_the_figures_of_every_way() -> None:
+def test_the_page_shows_the_figures_of_every_variant() -> None:
     steps = {PLAIN: 200.0, SPARSE_DIST: 180.0, "everything": 120.0, PLAIN_AGAIN: 210.0, "limit": 100.0}
     others = ("nothing", "balance", "priority", "SM-free")  # 150 ms each
-    assert cells(step.render_page(found(steps), []), "All figures") == [
+    assert cells(step.render_page(comparison(steps), []), "All figures") == [
         ["compute alone", "100.0", "10.00", "320", "1.000", "", "", ""],
         [PLAIN, "200.0", "5.00", "160", "2.000", "100.0", "+0.0%", "-25.0%"],
         [SPARSE_DIST, "180.0", "5.56", "178", "1.800", "80.0", "+20.0%", "+0.0%"],
-        *([way, "150.0", "6.67", "213", "1.500", "50.0", "+50.0%", "+37.5%"] for way in others),
+        *([name, "150.0", "6.67", "213", "1.500", "50.0", "+50.0%", "+37.5%"] for name in others),
         ["everything", "120.0", "8.33", "267", "1.200", "20.0", "+80.0%", "+75.0%"],
         [PLAIN_AGAIN, "210.0", "4.76", "152", "2.100", "110.0", "-10.0%", "-37.5%"],
     ]
 
 
-def test_the_page_tells_exact_ways_from_those_that_round_differently() -> None:
+def test_the_page_separates_bitwise_equality_from_rounding() -> None:
     exact = [LossDifference("priority", "fp64", True, 0.0), LossDifference("balance", "fp64", False, 2e-16)]
-    assert cells(step.render_page(found({PLAIN: 200.0, "limit": 100.0}), exact), "The training result is the same") == [
+    assert cells(
+        step.render_page(comparison({PLAIN: 200.0, "limit": 100.0}), exact), "The training result is the same"
+    ) == [
         ["priority", "fp64", "the same bits"],
         ["balance", "fp64", "off by at most 2.0e-16"],
     ]
+
+
+def test_compute_alone_needs_a_step_after_the_warm_up_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: Any = SimpleNamespace()
+    for seconds in ([], [0.1]):
+        monkeypatch.setattr(emulated, "compute_only_seconds", lambda *_, seconds=seconds: seconds)
+        with pytest.raises(UsageError, match="fewer than 2 batches"):
+            emulated.compute_only_ms(world, world, world, [])
+
+
+def test_a_baseline_without_a_bubble_gives_no_reduction() -> None:
+    measured = comparison({PLAIN: 200.0, SPARSE_DIST: 99.0, "everything": 110.0, "limit": 100.0})
+    assert measured.bubble_reduction("everything", SPARSE_DIST) is None
+    assert measured.bubble_reduction("everything", PLAIN) == pytest.approx(0.9)
+    assert step.table_rows(measured.figures())[-2][-2:] == ["+90.0%", "-"]
+    assert f"not comparable with that of {SPARSE_DIST}" in step.headline(measured)

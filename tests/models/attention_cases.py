@@ -1,4 +1,4 @@
-"""Batches for attention, and how one implementation is held against the reference."""
+"""Batches for attention, and the comparison of an implementation with the reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ LONGEST = 700
 
 
 def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -> JaggedLayout:
-    """Samples whose events and questions have their own times."""
+    """Build samples whose events and queries have their own times."""
     layout = JaggedLayout(
         torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates)
     )
@@ -27,7 +27,7 @@ def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -
 def inputs(
     layout: JaggedLayout, *, heads: int, width: int, dtype: torch.dtype = torch.float64, longest: int = LONGEST
 ) -> AttentionInputs:
-    """Numbers of the size that a model has, the same for the same layout."""
+    """Draw operands of the magnitude of a model, the same for the same layout."""
     generator = torch.Generator().manual_seed(layout.tokens)
 
     def drawn(*shape: int) -> Tensor:
@@ -40,12 +40,12 @@ def inputs(
 
 
 def upstream(like: Tensor) -> Tensor:
-    """The gradient of what attention gives."""
+    """Return the gradient of the output."""
     return torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape).cos().to(like.dtype)
 
 
-def meant(x: AttentionInputs, layout: JaggedLayout) -> tuple[Tensor, AttentionGradients]:
-    """Result and gradients of the reference, in fp64."""
+def reference_result(x: AttentionInputs, layout: JaggedLayout) -> tuple[Tensor, AttentionGradients]:
+    """Return output and gradients of the reference, in fp64."""
     learnt = [one.double().requires_grad_() for one in (x.q, x.k, x.v, x.position, x.time)]
     q, k, v, position, time = learnt
     out = reference.hstu_attention(q, k, v, layout, bias=BiasTables(position, time), scale=x.scale)
@@ -53,21 +53,21 @@ def meant(x: AttentionInputs, layout: JaggedLayout) -> tuple[Tensor, AttentionGr
     return out.detach(), AttentionGradients(*found)
 
 
-def apart(found: Tensor, meant: Tensor) -> float:
-    """How far a result is from what is meant, as a share of it."""
-    return float((found.double() - meant).norm() / meant.norm().clamp(min=1e-30))
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the relative error of a result."""
+    return float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def errors(out: Tensor, gradients: AttentionGradients, x: AttentionInputs, layout: JaggedLayout) -> dict[str, float]:
-    """How far result and gradients are from the reference.
+    """Return the relative errors of output and gradients against the reference.
 
     Biases are compared together: of candidates alone, the gradient of position is one number in which everything may
-    cancel, and fp32 leaves it no digits to compare.
+    cancel, and fp32 leaves no digits to compare.
     """
-    expected, wanted = meant(x, layout)
-    together = [torch.cat([one.position.double(), one.time.double()]) for one in (gradients, wanted)]
-    found = {name: apart(getattr(gradients, name), getattr(wanted, name)) for name in ("q", "k", "v")}
-    return {"out": apart(out, expected), **found, "biases": apart(*together)}
+    expected_out, expected = reference_result(x, layout)
+    together = [torch.cat([one.position.double(), one.time.double()]) for one in (gradients, expected)]
+    found = {name: relative_error(getattr(gradients, name), getattr(expected, name)) for name in ("q", "k", "v")}
+    return {"out": relative_error(out, expected_out), **found, "biases": relative_error(*together)}
 
 
 def require_close(
@@ -78,7 +78,7 @@ def require_close(
     *,
     within: float,
 ) -> None:
-    """Hold an implementation against the reference, forward and every gradient."""
+    """Compare an implementation with the reference, forward and every gradient."""
     with torch.no_grad():
         out, gradients = forward(x), backward(x, upstream(x.v))
     found = errors(out, gradients, x, layout)
@@ -87,7 +87,7 @@ def require_close(
 
 @st.composite
 def batches(draw: st.DrawFn, *, edges: Sequence[int], most: int, samples: int) -> tuple[list[int], list[int] | None]:
-    """Lengths and candidates: few and many, 0 and 1, around the edges of blocks, one long one beside short ones."""
+    """Draw lengths and candidates: few and many, 0 and 1, around block boundaries, one long sample among short ones."""
     short = st.integers(0, 12)
     length = st.one_of(short, st.sampled_from(edges), st.integers(0, most))
     lengths = draw(

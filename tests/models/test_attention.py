@@ -1,4 +1,4 @@
-"""Promise: every implementation of attention gives what the readable one says, in value and in every gradient."""
+"""Every implementation of attention equals the reference, in value and in every gradient."""
 
 import ctypes
 
@@ -21,7 +21,7 @@ Batch = tuple[list[int], list[int] | None]
 @settings(max_examples=40)
 @given(batch=batches(edges=EDGES, most=90, samples=9))
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_blocks_are_the_reference_in_fp64(batch: Batch, heads: int) -> None:
+def test_blocks_equal_the_reference_in_fp64(batch: Batch, heads: int) -> None:
     layout = layout_of(*batch)
     require_close(blocks.forward, blocks.backward, inputs(layout, heads=heads, width=8 // heads), layout, within=1e-12)
 
@@ -29,7 +29,7 @@ def test_blocks_are_the_reference_in_fp64(batch: Batch, heads: int) -> None:
 @settings(max_examples=40)
 @given(batch=batches(edges=EDGES, most=90, samples=9))
 @pytest.mark.parametrize("threads", [1, 2])
-def test_pairs_in_c_are_the_reference_in_fp32(batch: Batch, threads: int) -> None:
+def test_c_pairs_equal_the_reference_in_fp32(batch: Batch, threads: int) -> None:
     assert isinstance(blocks.load_library(), ctypes.CDLL)
     layout, before = layout_of(*batch), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -41,14 +41,14 @@ def test_pairs_in_c_are_the_reference_in_fp32(batch: Batch, threads: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_added_up_as_fp32(dtype: torch.dtype) -> None:
+def test_16_bit_operands_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     layout = layout_of([600, 3, 40])
     x = inputs(layout, heads=1, width=8, dtype=dtype)
     assert x.q.dtype == dtype
     require_close(blocks.forward, blocks.backward, x, layout, within=4e-3)
 
 
-def test_pairs_by_torch_operators_stand_in_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_operators_are_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     blocks.load_library.cache_clear()
     try:
@@ -61,13 +61,13 @@ def test_pairs_by_torch_operators_stand_in_where_there_is_no_compiler(monkeypatc
         blocks.load_library.cache_clear()
 
 
-def test_a_sample_that_is_longer_than_the_position_bias_is_refused() -> None:
+def test_a_sample_longer_than_the_position_bias_is_refused() -> None:
     layout = layout_of([40])
     with pytest.raises(DataError, match="39 positions apart, but the position bias has 30"):
         blocks.forward(inputs(layout, heads=1, width=4, dtype=torch.float32, longest=30))
 
 
-def test_a_sample_with_numbers_that_are_none_spoils_no_other() -> None:
+def test_nan_in_one_sample_does_not_reach_other_samples() -> None:
     layout = layout_of([9, 10, 9])
     x = inputs(layout, heads=1, width=4, dtype=torch.float32)
     x.q[3] = float("nan")
@@ -79,7 +79,7 @@ def test_a_sample_with_numbers_that_are_none_spoils_no_other() -> None:
 @settings(max_examples=40)
 @given(batch=batches(edges=EDGES, most=90, samples=9))
 @pytest.mark.parametrize("heads", [1, 2])
-def test_softmax_attention_is_the_reference(batch: Batch, heads: int) -> None:
+def test_softmax_attention_equals_the_reference(batch: Batch, heads: int) -> None:
     layout = layout_of(*batch)
     x = inputs(layout, heads=heads, width=4)
     q, k, v = learnt = [one.requires_grad_() for one in (x.q, x.k, x.v)]
@@ -93,7 +93,7 @@ def test_softmax_attention_is_the_reference(batch: Batch, heads: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hstu", "softmax"])
-def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> None:
+def test_a_token_attends_to_itself_and_the_past_but_to_no_other_candidate(kind: str) -> None:
     layout = layout_of([4, 12], [0, 3])
     x = inputs(layout, heads=1, width=8)
     v = x.v.requires_grad_()
@@ -108,7 +108,7 @@ def test_attention_reads_itself_the_past_and_no_other_candidate(kind: str) -> No
         assert read == [4 + key for key in range(12) if (key <= query and key < 9) or key == query]
 
 
-def test_operators_are_good_citizens_of_torch() -> None:
+def test_operators_pass_opcheck() -> None:
     layout = layout_of([5, 0, 33], [2, 0, 3])
     x = inputs(layout, heads=2, width=4)
     learnt = {"q", "k", "v", "position", "time"}
@@ -125,12 +125,12 @@ def test_operators_are_good_citizens_of_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
-def test_a_compiled_model_gives_the_same_numbers_in_one_graph(kind: str, whole_form: bool) -> None:
+def test_a_compiled_model_is_one_graph_with_the_same_results(kind: str, whole_form: bool) -> None:
     torch.manual_seed(3)
     config = ModelConfig(kind=kind, dim=8, layers=1, heads=2, dropout=0.0)  # type: ignore[arg-type]
     model = {"hstu": HSTU, "sasrec": SASRec}[kind](config, max_seq_len=LONGEST).double()
-    backend = "inductor" if whole_form or kind == "hstu" else "aot_eager"  # which captures the same graph, sooner
-    dynamic = None if whole_form else True  # or lengths are compiled in first, and then a second time without
+    backend = "inductor" if whole_form or kind == "hstu" else "aot_eager"  # captures the same graph, faster
+    dynamic = None if whole_form else True  # else it compiles twice: with fixed lengths first
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     for lengths in ([5, 0, 33], [130, 2]):
         layout = layout_of(lengths)
@@ -142,11 +142,11 @@ def test_a_compiled_model_gives_the_same_numbers_in_one_graph(kind: str, whole_f
             weights = [x, *model.parameters()]
             found = torch.autograd.grad(out.square().sum(), weights, allow_unused=True, materialize_grads=True)
             results.append([out, *found])
-        for mine, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(eager, other, rtol=1e-9, atol=1e-11)
 
 
-def test_time_buckets_are_logarithms_and_the_same_for_every_number_type() -> None:
+def test_time_buckets_are_logarithmic_and_symmetric() -> None:
     seconds = torch.tensor([0, 1, 2, 60, 3600, 86_400, 31_536_000, 2**40, 2**62])
     found = time_bucket(seconds, torch.zeros_like(seconds))
     assert found[:2].tolist() == [0, 0]
@@ -155,7 +155,7 @@ def test_time_buckets_are_logarithms_and_the_same_for_every_number_type() -> Non
     assert time_bucket_table(torch.device("cpu")).diff().min() >= 0
 
 
-def test_buckets_waste_little_and_hold_every_token_once() -> None:
+def test_buckets_have_little_padding_and_hold_every_token_once() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(0, 1000, (128,)).tolist()
     layout = layout_of(lengths)
@@ -165,7 +165,7 @@ def test_buckets_waste_little_and_hold_every_token_once() -> None:
     assert padded <= 1.6 * sum(n * n for n in lengths)
 
 
-def test_what_is_remembered_of_a_batch_is_forgotten_with_it() -> None:
+def test_the_cache_of_a_batch_is_freed_with_it() -> None:
     before = len(length_buckets._cache)
     layout = layout_of([3, 4])
     assert length_buckets(layout.spans) is length_buckets(layout.spans)

@@ -1,7 +1,7 @@
-"""Promise: the kernels for GPUs give what the reference says. Triton's interpreter runs them here, on a CPU.
+"""The Triton kernels equal the reference. Triton's interpreter runs them on a CPU.
 
-The interpreter does not see what a compiler does to them: that fp32 stays fp32 and that nothing is added atomically is
-read from the compiled code (benchmarks/kernels.py).
+The interpreter cannot check the compiled code: benchmarks/kernels.py reads from it that fp32 stays fp32 and that there
+are no float atomics.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ Batch = tuple[list[int], list[int] | None]
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton interprets: it must know before Triton is imported."""
+    """Processes with Triton's interpreter, which must be enabled before the import of Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
@@ -36,7 +36,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 
 
 def by_kernels(batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """How far the kernels are from the reference: result and every gradient."""
+    """Return the relative errors of the kernels: output and every gradient."""
     from freescale.models.attention import triton_launch
 
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def require_within(found: dict[str, float], limit: float) -> None:
 
 
 @pytest.mark.parametrize(("heads", "width"), SHAPES)
-def test_kernels_are_the_reference_on_any_batch(
+def test_kernels_equal_the_reference_on_any_batch(
     interpreter: ProcessPoolExecutor, whole_form: bool, heads: int, width: int
 ) -> None:
     @settings(max_examples=75 if whole_form else 3, suppress_health_check=list(HealthCheck))
@@ -61,7 +61,7 @@ def test_kernels_are_the_reference_on_any_batch(
     prove()
 
 
-def test_kernels_are_the_reference_on_one_long_sample_beside_short_ones(
+def test_kernels_equal_the_reference_on_one_long_sample_among_short_ones(
     interpreter: ProcessPoolExecutor, whole_form: bool
 ) -> None:
     lengths = [4097, 1, 0, 3] if whole_form else [290, 1, 0, 3]
@@ -73,8 +73,8 @@ def test_kernels_are_the_reference_on_one_long_sample_beside_short_ones(
         require_within(found.result(), 1e-5)
 
 
-def test_kernels_are_the_reference_in_halves(interpreter: ProcessPoolExecutor) -> None:
-    """bf16 takes the same lines, but Triton 3.9's interpreter multiplies its bits instead of its numbers."""
+def test_kernels_equal_the_reference_in_fp16(interpreter: ProcessPoolExecutor) -> None:
+    """bf16 runs the same code, but the interpreter of Triton 3.9 multiplies its bits instead of its values."""
     require_within(interpreter.submit(by_kernels, ([130, 7], [9, 2]), 1, 32, torch.float16).result(), 1e-3)
 
 
@@ -109,14 +109,14 @@ def sums_of_halves(length: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_kernels_add_halves_up_as_fp32(interpreter: ProcessPoolExecutor) -> None:
+def test_kernels_accumulate_fp16_in_fp32(interpreter: ProcessPoolExecutor) -> None:
     for name, (found, meant) in interpreter.submit(sums_of_halves, 130).result().items():
         assert found == pytest.approx(meant, rel=0.01), name
 
 
 @settings(max_examples=60)
 @given(batch=batches(edges=EDGES, most=900, samples=12), programs=st.integers(1, 40))
-def test_every_tile_that_is_seen_is_dealt_once_and_evenly(batch: Batch, programs: int) -> None:
+def test_every_visible_tile_is_scheduled_once_and_evenly(batch: Batch, programs: int) -> None:
     layout, block = layout_of(*batch), 32
     if not batch[0]:
         return
@@ -134,13 +134,13 @@ def test_every_tile_that_is_seen_is_dealt_once_and_evenly(batch: Batch, programs
 
 
 def seen_tiles(length: int, history: int, block: int) -> int:
-    """Tiles of a sample in which some query sees some key, found pair by pair."""
+    """Count the tiles of a sample with a visible pair, pair by pair."""
     places = torch.arange(-(-length // block) * block)
     seen = is_visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
     return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
 
 
-def test_parts_of_a_block_that_was_cut_are_joined_once_each() -> None:
+def test_parts_of_a_split_block_are_joined_once_each() -> None:
     layout = layout_of([2000, 5])
     blocks = split_into_blocks(layout.spans, tokens=layout.tokens, block_size=32)
     dealt = schedule_tiles(blocks, blocks.row_tiles, programs=64)

@@ -1,4 +1,4 @@
-"""Promise: a sample's result depends on the sample alone, and randomness follows it wherever it is computed."""
+"""The result of a sample, its randomness included, does not depend on its placement."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ def encoder(kind: str) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8), chosen=st.data())
 @settings(max_examples=20)
-def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout(
+def test_a_sample_has_the_same_result_alone_and_in_a_batch_with_dropout(
     kind: str, lengths: list[int], chosen: st.DataObject
 ) -> None:
     model, layout = encoder(kind), layout_of(lengths)
@@ -49,7 +49,7 @@ def test_a_sample_gives_the_same_result_alone_and_among_others_also_with_dropout
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
-def test_the_future_and_other_candidates_are_not_seen(kind: str) -> None:
+def test_a_token_does_not_depend_on_the_future_or_other_candidates(kind: str) -> None:
     model, layout = encoder(kind), layout_of([12], [3])
     x = inputs(layout, DIM)
     out = model(x, layout)
@@ -60,7 +60,7 @@ def test_the_future_and_other_candidates_are_not_seen(kind: str) -> None:
         assert seen.tolist() == expected
 
 
-def test_keyed_randomness_follows_the_sample_and_changes_with_seed_step_and_place() -> None:
+def test_keyed_randomness_depends_on_sample_seed_step_and_salt_only() -> None:
     layout = layout_of([5, 3])
     ids = torch.tensor([11, 22])
     swapped = layout_of([3, 5])
@@ -78,7 +78,7 @@ def test_keyed_randomness_follows_the_sample_and_changes_with_seed_step_and_plac
         assert (a == other).float().mean() < 0.02
 
 
-def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
+def test_keyed_dropout_has_its_probability_and_keeps_the_mean() -> None:
     layout = layout_of([400] * 10)
     keys = Keys.from_layout(layout, torch.arange(10), seed=0, step=0)
     dropped = keys.dropout(torch.ones(4000, 50, dtype=torch.float64), 0.2, salt=4)
@@ -89,7 +89,7 @@ def test_keyed_dropout_drops_its_share_and_keeps_the_mean() -> None:
     assert by_column.max() < 0.23
 
 
-def test_keyed_dropout_keeps_the_mean_and_stays_finite_up_to_a_share_of_one() -> None:
+def test_keyed_dropout_is_finite_for_every_probability_below_one() -> None:
     layout = layout_of([400] * 10)
     keys = Keys.from_layout(layout, torch.arange(10), seed=0, step=0)
     ones = torch.ones(4000, 512, dtype=torch.float64)
@@ -123,14 +123,14 @@ def test_sampled_softmax_is_the_cross_entropy_of_cosines_in_value_and_gradients(
         kept = [int(right[t]), *(int(item) for item in wrong[t] if item != right[t])]
         cosines = torch.stack([torch.cosine_similarity(output[t], items[item], dim=0) for item in kept])
         losses_by_token.append(-(cosines / 0.05).log_softmax(0)[0])
-    meant = torch.stack(losses_by_token).sum()
+    expected = torch.stack(losses_by_token).sum()
     got = sampled_softmax(output, items, positive=right, negatives=wrong, temperature=0.05)
-    torch.testing.assert_close(got, meant, rtol=1e-12, atol=0)
-    for mine, theirs in zip(*(torch.autograd.grad(3 * x, [output, items]) for x in (got, meant)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    for fast, exact in zip(*(torch.autograd.grad(3 * x, [output, items]) for x in (got, expected)), strict=True):
+        torch.testing.assert_close(fast, exact, rtol=1e-9, atol=1e-11)
 
 
-def test_binary_tasks_add_up_over_tasks() -> None:
+def test_binary_cross_entropy_is_summed_over_tasks() -> None:
     logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
     assert binary_cross_entropy_sum(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)

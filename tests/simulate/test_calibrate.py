@@ -1,4 +1,4 @@
-"""Promise: what a simulation learns from a run is what the run did."""
+"""The compute model that is fitted to a run reproduces the run."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def step(number: int, work: float, forward: int, backward: int, look_up: int = 7
     return StepSample(RankStep(0, number, 0, ends[-1] * MS, spans, (), work), {})
 
 
-def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
+def test_compute_has_a_fixed_part_and_a_rate_and_excludes_lookups() -> None:
     samples = {n: [step(n, work, 10 + int(work), 20 + 2 * int(work))] for n, work in enumerate([5.0, 10, 20, 40] * 4)}
     found = fit_compute(samples)
     assert found.step == pytest.approx(0.030)
@@ -26,7 +26,7 @@ def test_compute_is_a_constant_and_a_rate_without_looking_rows_up() -> None:
     assert found.error < 1e-9
 
 
-def test_a_wait_inside_the_backward_pass_is_no_compute() -> None:
+def test_a_wait_inside_the_backward_pass_does_not_count_as_compute() -> None:
     def waiting(sample: StepSample) -> StepSample:
         *before, backward = sample.step.spans
         ends = backward.end + 15 * MS
@@ -37,7 +37,7 @@ def test_a_wait_inside_the_backward_pass_is_no_compute() -> None:
     assert fit_compute({n: [waiting(one)] for n, (one,) in samples.items()}) == fit_compute(samples)
 
 
-def test_where_work_hardly_varies_it_explains_all_of_the_time() -> None:
+def test_work_that_hardly_varies_explains_all_of_the_time() -> None:
     samples = {n: [step(n, 100.0 + n % 2, 30 - n % 2, 60)] for n in range(12)}
     assert fit_compute(samples).step == 0.0
     with pytest.raises(DataError, match="too few whole steps"):

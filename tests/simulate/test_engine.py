@@ -1,4 +1,4 @@
-"""Promise: the simulator runs the trainer's own schedule, plans and ledger, without torch, on any number of ranks."""
+"""The simulator runs the trainer's own schedule, planner and ledger, without torch, for any world size."""
 
 import resource
 import subprocess
@@ -75,7 +75,7 @@ def simulated(
     return {line.cause: line.ms for line in found.lines if line.ms > 1e-3} | {"step": found.step_ms}
 
 
-def test_a_serial_step_is_the_sum_of_its_parts_and_the_ledger_names_each() -> None:
+def test_a_serial_step_is_the_sum_of_its_operations_and_the_ledger_names_each() -> None:
     found = simulated(serial(sharded=True), [load([0.09, 0.06])] * 8)
     rows, dense = 1e3 * 4e6 / 2 / 1e8, 1e3 * 4e6 / 1e8
     assert found == pytest.approx(
@@ -93,7 +93,7 @@ def test_a_serial_step_is_the_sum_of_its_parts_and_the_ledger_names_each() -> No
     )
 
 
-def test_rows_that_no_two_steps_share_travel_behind_compute() -> None:
+def test_rows_that_steps_do_not_share_overlap_with_compute() -> None:
     found = simulated(overlapped(), [load([0.3, 0.3])] * 12)
     assert found == pytest.approx(
         {"forward": 100.0, "backward": 200.0, "dense gradients": 40.0, "step": 340.0}, rel=1e-3
@@ -110,7 +110,7 @@ def test_traffic_that_compute_cannot_hide_is_exposed() -> None:
     assert found == pytest.approx(expected | {"step": 121.2}, rel=0.01)
 
 
-def test_on_a_cpu_host_work_holds_the_step_up_and_on_a_device_it_does_not() -> None:
+def test_host_work_delays_the_step_on_a_cpu_but_not_on_a_device() -> None:
     loads = [load([0.1, 0.1])] * 12
     on_device = simulated(overlapped(), loads, hosts(far=1e12), between=0.03)
     on_cpu = simulated(overlapped(), loads, replace(hosts(far=1e12), device="cpu"), between=0.03)
@@ -119,7 +119,7 @@ def test_on_a_cpu_host_work_holds_the_step_up_and_on_a_device_it_does_not() -> N
     assert on_cpu["host"] == pytest.approx(30.0, rel=1e-2)
 
 
-def test_planning_that_takes_longer_than_a_step_holds_it_up() -> None:
+def test_planning_that_is_longer_than_a_step_delays_it() -> None:
     quick = simulated(serial(sharded=True), [load([0.1, 0.1], planning=0.05)] * 12, balanced=True)
     slow = simulated(serial(sharded=True), [load([0.1, 0.1], planning=0.5)] * 12, balanced=True)
     assert "data" not in quick
@@ -127,30 +127,30 @@ def test_planning_that_takes_longer_than_a_step_holds_it_up() -> None:
     assert slow["data"] == pytest.approx(slow["step"] - quick["step"], rel=0.05)
 
 
-def test_a_device_whose_cores_move_bytes_computes_longer() -> None:
+def test_compute_is_slower_while_sms_move_bytes() -> None:
     loads = [load([0.3, 0.3])] * 20
     alone, beside = (simulated(overlapped(), loads, hosts(contention=slower)) for slower in (0.0, 0.5))
     assert beside["step"] > 1.05 * alone["step"]
     spared = simulated(overlapped(), loads, hosts(contention=0.5), sm_free=True)
-    assert spared["step"] == pytest.approx(alone["step"]), "what is deferred takes no cores then"
+    assert spared["step"] == pytest.approx(alone["step"]), "deferred transfers use no SMs then"
     slower = simulated(overlapped(), [load([0.05, 0.05])] * 12, hosts(sm_free=0.5), sm_free=True)
-    assert slower["step"] > simulated(overlapped(), [load([0.05, 0.05])] * 12)["step"], "but goes by a slower way"
+    assert slower["step"] > simulated(overlapped(), [load([0.05, 0.05])] * 12)["step"], "but take a slower transport"
 
 
-def test_a_change_of_the_schedule_changes_what_is_simulated() -> None:
+def test_a_change_of_the_schedule_changes_the_simulation() -> None:
     loads = [load([0.3, 0.3])] * 12
     more = ("update_deferred", -1)
     late = [replace(o, after=(*o.after, more)) if o.name == "forward" else o for o in overlapped().operations]
     moved = simulated(Schedule(tuple(late), overlapped().slots), loads)
     assert moved["step"] == pytest.approx(simulated(overlapped(), loads)["step"] + 20.0)
-    assert build.overlapped is whatif.overlapped, "and the trainer and the simulation take it from one place"
+    assert build.overlapped is whatif.overlapped, "the trainer and the simulation use the same schedules"
     assert build.serial is whatif.serial
     new = Operation("compress", "compute", "forward")
     with pytest.raises(NotImplementedError, match="the cost of operation 'compress' is not defined"):
         simulated(Schedule((*serial(sharded=True).operations, new)), loads)
 
 
-def test_ranks_agree_by_an_all_reduce_of_the_three_numbers_that_the_trainer_sends() -> None:
+def test_agree_is_an_all_reduce_of_the_three_numbers_that_the_trainer_sends() -> None:
     where, rng = hosts(), np.random.default_rng(0)
     operations = OperationCosts(where, DEVICE, MODEL, world_size=2, sm_free=False, rng=rng)
     agree = next(one for one in serial(sharded=True).operations if one.name == "agree")
@@ -174,11 +174,11 @@ def test_any_number_of_ranks_can_be_simulated(ranks: int) -> None:
         assert np.isfinite(list(found.values())).all()
 
 
-def test_a_rank_that_varies_or_waits_for_data_holds_the_others_up() -> None:
+def test_jitter_and_data_stalls_of_a_rank_delay_the_others() -> None:
     loads = [load([0.1] * 8)] * 20
     steady = simulated(serial(sharded=True), loads)
     varies = simulated(serial(sharded=True), loads, hosts(jitter=0.1))
-    assert 8.0 < varies["straggler"] < 20.0  # the slowest of eight is 1.4 deviations behind
+    assert 8.0 < varies["straggler"] < 20.0  # the slowest of eight is 1.4 standard deviations above the mean
     assert "straggler" not in steady
     stalls = simulated(serial(sharded=True), loads, hosts(stall_share=1.0, stall=0.5))
     assert stalls["data"] > 50.0
@@ -186,7 +186,7 @@ def test_a_rank_that_varies_or_waits_for_data_holds_the_others_up() -> None:
     assert slow["forward"] == pytest.approx(1.2 * steady["forward"])
 
 
-def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
+def test_distinct_and_shared_rows_match_sampled_events() -> None:
     rng = np.random.default_rng(0)
     counts = np.sort(rng.zipf(1.3, 20_000).clip(max=5000))
     share, found = np.cumsum(counts) / counts.sum(), Popularity.from_counts(counts.astype(np.int64))
@@ -198,7 +198,7 @@ def test_distinct_and_shared_rows_are_those_of_drawn_events() -> None:
     assert found.shared(np.array([3000.0]), 12_000.0)[0] == pytest.approx(shared, rel=0.03)
 
 
-def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
+def test_samples_are_placed_as_the_trainer_places_them() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 64)
     drawn = SampledStep(lengths, np.repeat(np.arange(8), 8))
     at_home, dealt = (plan_step(drawn, MODEL, world_size=8, rules=rules) for rules in (None, BalanceConfig()))
@@ -209,7 +209,7 @@ def test_samples_are_dealt_as_the_trainer_deals_them() -> None:
     assert [sorted(one.work) for one in mixed] == [sorted(dealt.work)] * 3
 
 
-def test_the_band_holds_what_the_figures_allow_and_techniques_help() -> None:
+def test_the_band_contains_the_prediction_and_techniques_reduce_bubbles() -> None:
     lengths, counts = np.array([10, 100, 2000]), np.array([5, 3, 1])
     model = replace(MODEL, dim=128, products=1e9, popularity=Popularity.from_counts(np.ones(10**6, dtype=np.int64)))
     question = Scenario(
@@ -238,6 +238,6 @@ def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 
 
-def test_nothing_of_it_imports_torch() -> None:
+def test_the_simulator_does_not_import_torch() -> None:
     code = "import sys, freescale.cli.simulate, freescale.simulate.operations; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

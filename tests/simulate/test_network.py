@@ -1,4 +1,4 @@
-"""Promise: transfers take as long as their bytes, their links and each other allow."""
+"""The time of transfers follows from their bytes, their links and concurrent transfers."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def far(
     return Flow(TransferCost(latency, (0.0, seconds, 0.0)), begin, deferred, grace=grace)
 
 
-def test_bytes_inside_a_host_do_not_use_its_links_and_those_beyond_a_switch_share_the_spine() -> None:
+def test_bytes_inside_a_host_use_no_host_link_and_bytes_between_leaves_share_the_spine() -> None:
     alone = Topology(hosts(), 2, RNG).all_to_all(np.full(2, 8e6))
     assert alone.levels == pytest.approx((4e6 / 1e9, 0.0, 0.0))
     wide = Topology(hosts(), 8, RNG).all_to_all(np.full(8, 8e6))
@@ -51,12 +51,12 @@ def test_bytes_inside_a_host_do_not_use_its_links_and_those_beyond_a_switch_shar
     assert wide.levels == pytest.approx((1e6 / 1e9, 2 * 6e6 / 1e8, 2 * 4e6 / 1e8 * 4.0))
 
 
-def test_a_ring_sends_nearly_everything_twice() -> None:
+def test_a_ring_sends_nearly_every_byte_twice() -> None:
     assert Topology(hosts(), 8, RNG).all_reduce(8e6).levels[1] == pytest.approx(2 * 8e6 * 7 / 8 / 1e8)
     assert Topology(hosts(), 2, RNG).all_reduce(8e6).levels[1] == 0.0
 
 
-def test_who_gets_less_is_done_sooner_and_all_wait_for_who_sends_the_most() -> None:
+def test_ranks_that_receive_less_finish_earlier_and_all_wait_for_the_largest_sender() -> None:
     one_each = hosts(ranks_per_host=1, oversubscription=0.0)
     size = np.array([1e6, 1e6, 1e6, 4e6])
     incoming = Topology(one_each, 4, RNG).all_to_all(size, incoming=True)
@@ -67,7 +67,7 @@ def test_who_gets_less_is_done_sooner_and_all_wait_for_who_sends_the_most() -> N
     assert goes.shares[3] < 1.0
 
 
-def test_gloo_sends_between_two_ranks_one_way_at_a_time() -> None:
+def test_gloo_transfers_between_two_ranks_are_half_duplex() -> None:
     lab = hosts(ranks_per_host=1, oversubscription=0.0, one_way=1.0)
     whole = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), incoming=True)
     cut = Topology(lab, 2, RNG).all_to_all(np.full(2, 2e6), incoming=True, chunked=True)
@@ -75,7 +75,7 @@ def test_gloo_sends_between_two_ranks_one_way_at_a_time() -> None:
     assert sorted(whole.shares.tolist()) == [0.5, 1.0]  # type: ignore[union-attr]
 
 
-def test_two_transfers_share_a_link_and_each_takes_what_the_other_leaves() -> None:
+def test_concurrent_transfers_share_a_link() -> None:
     assert ends(far(1.0), far(1.0)) == pytest.approx([2.0, 2.0])
     assert ends(far(1.0), far(2.0)) == pytest.approx([2.0, 3.0])
     assert ends(far(1.0), far(1.0, begin=0.5)) == pytest.approx([1.5, 2.0])
@@ -83,10 +83,10 @@ def test_two_transfers_share_a_link_and_each_takes_what_the_other_leaves() -> No
     assert ends(far(1.0), near) == pytest.approx([1.0, 1.0])
 
 
-def test_what_is_deferred_stops_while_anything_urgent_is_under_way() -> None:
+def test_deferred_transfers_stop_during_urgent_ones() -> None:
     assert ends(far(1.0, deferred=True), far(0.5, begin=0.25)) == pytest.approx([1.5, 0.75])
     assert ends(far(1.0, latency=0.1)) == pytest.approx([1.1])
-    # A tenth of a second of pieces is already on its way, and shares the link until it is there.
+    # Chunks of 0.1 s are already in flight and share the link until they arrive.
     assert ends(far(1.0, deferred=True, grace=0.1), far(0.5, begin=0.25)) == pytest.approx([1.5, 0.85])
 
 
@@ -100,7 +100,7 @@ def test_every_figure_of_a_cluster_has_a_source_and_lies_in_its_range(name: str)
     assert all(f.low <= drawn.figures[n].value <= f.high for n, f in found.figures.items())
 
 
-def test_a_cluster_of_ones_own_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+def test_a_custom_cluster_is_loaded_and_its_errors_are_named(tmp_path: Path) -> None:
     shipped = (cluster._package_folder() / "h100.toml").read_text()
     mine = tmp_path / "mine.toml"
     mine.write_text(shipped.replace('value = 400e9, source = "', 'value = 100e9, source = "measured, '))
