@@ -1,4 +1,4 @@
-"""Promise: ranks on hosts whose clocks show different times are compared on one clock, as exactly as is said."""
+"""Clocks of different hosts are aligned within the stated bound."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from freescale.bubbles.clock import DeviceClock
 from freescale.bubbles.ledger import account
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.records import read_intervals, read_samples
-from tests.bubbles.host import SLEEP
+from tests.bubbles.emulated_host import SLEEP
 
 AHEAD = (0, 1000, 5, 0)
 """Seconds by which each rank's clock is ahead; ranks 0 and 3 share one."""
@@ -26,7 +26,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     running = []
     for rank, ahead in enumerate(AHEAD):
         space = ["unshare", "--time", "--monotonic", str(ahead), "--fork", "--kill-child"] if ahead else []
-        command = [*space, sys.executable, "-m", "tests.bubbles.host", str(rank), str(len(AHEAD)), str(folder)]
+        command = [*space, sys.executable, "-m", "tests.bubbles.emulated_host", str(rank), str(len(AHEAD)), str(folder)]
         running.append(subprocess.Popen(command, cwd=Path(__file__).parents[2]))
     try:
         assert [process.wait(120) for process in running] == [0] * len(AHEAD)
@@ -37,18 +37,18 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rank", range(len(AHEAD)))
-def test_the_offset_of_a_clock_is_found_within_the_stated_bound(apart: Path, rank: int) -> None:
+def test_a_clock_offset_is_measured_within_the_stated_bound(apart: Path, rank: int) -> None:
     add, bound = json.loads((apart / f"{rank}.json").read_text())
     assert abs(add + AHEAD[rank] * SECOND) <= bound
     assert bound < 0.005 * SECOND
 
 
-def test_who_shares_a_clock_with_rank_0_needs_no_bound(apart: Path) -> None:
+def test_a_rank_that_shares_the_clock_of_rank_0_has_no_error_bound(apart: Path) -> None:
     assert json.loads((apart / "3.json").read_text()) == [0, 0]
 
 
 @pytest.mark.quiet
-def test_a_straggler_on_another_host_is_found(apart: Path) -> None:
+def test_a_straggler_on_another_host_is_measured(apart: Path) -> None:
     steps = [of_ranks for step, of_ranks in read_samples(apart).items() if step >= 3]
     seen = [
         [account(sample.step, sample.last).cause_ns("straggler") / SECOND for sample in of_ranks] for of_ranks in steps
@@ -89,7 +89,7 @@ class Event:
         return other._at - self._at
 
 
-def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passed() -> None:
+def test_device_steps_follow_the_stream_and_are_read_once_complete() -> None:
     queue = Queue()
     recorder = Recorder(0, DeviceClock(queue.event))
     queue.host_ahead_ms = 0.0
@@ -107,7 +107,7 @@ def test_on_a_device_a_step_is_what_its_queue_does_and_is_read_when_it_has_passe
     assert (ledger.cause_ns("forward"), ledger.cause_ns("dense gradients")) == (30_000_000, 5_000_000)
 
 
-def test_a_device_that_runs_for_long_keeps_its_times_exact() -> None:
+def test_device_times_stay_exact_in_long_runs() -> None:
     queue = Queue()
     clock = DeviceClock(queue.event)
     first, before = clock.mark(), queue.now_ms

@@ -1,4 +1,4 @@
-"""Promise: what a rank did last is known, however it ended."""
+"""The last operations of a rank can be read, however it ended."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_a_killed_process_leaves_its_last_operations(tmp_path: Path) -> None:
     assert begun.startswith("backward, gradients of rows")
 
 
-def test_a_start_that_was_lost_is_remembered_through_the_next_and_a_good_end_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_start_is_kept_through_the_next_and_a_successful_end_removes_its_record(tmp_path: Path) -> None:
     flight_recorder.FlightRecorder(tmp_path, 0).record(7, "in", "lost")
     following = flight_recorder.FlightRecorder(tmp_path, 0)
     following.record(1, "in", "fine")

@@ -1,4 +1,4 @@
-"""Promise: traces of torch.profiler, of any trainer, give the same ledger as a recorder would have given."""
+"""Imported torch.profiler traces of any trainer give the same ledger as the recorder."""
 
 import json
 import time
@@ -73,7 +73,7 @@ def test_overlap_is_what_holistic_trace_analysis_finds(cuda: Path) -> None:
         assert summarize(mine[:1]).overlap_percent == pytest.approx(HTA_FIRST_STEP[rank], abs=0.005)
 
 
-def test_every_instant_of_a_cuda_trace_has_its_cause_and_who_is_early_stands_for_who_is_late(cuda: Path) -> None:
+def test_every_instant_of_a_cuda_trace_has_its_cause_and_early_ranks_wait_for_late_ones(cuda: Path) -> None:
     early, late = ledgers(read_traces(cuda).steps[0])
     same = {"optimizer": 65, "data": 30, "host": 10, "idle": 10}
     assert us(early) == {
@@ -93,7 +93,7 @@ def test_a_step_lasts_until_the_device_has_computed_it_and_the_causes_add_up_to_
     assert traces.clock_bound == 0
 
 
-def test_the_clock_of_another_host_is_set_right(tmp_path: Path) -> None:
+def test_the_clock_of_another_host_is_aligned(tmp_path: Path) -> None:
     aligned, apart = tmp_path / "aligned", tmp_path / "apart"
     for folder, base, later in ((aligned, 0, 0.0), (apart, 10**18 + 7, 31234.5)):
         folder.mkdir()
@@ -105,7 +105,7 @@ def test_the_clock_of_another_host_is_set_right(tmp_path: Path) -> None:
     assert found.clock_bound == expected.clock_bound == 0
 
 
-def test_ends_that_differ_no_more_than_on_one_clock_move_none_and_are_the_bound(tmp_path: Path) -> None:
+def test_small_differences_between_ends_shift_no_clock_and_are_the_bound(tmp_path: Path) -> None:
     first, second = cuda_traces()
     first.write(tmp_path)
     second.write(tmp_path, later=4)
@@ -114,7 +114,7 @@ def test_ends_that_differ_no_more_than_on_one_clock_move_none_and_are_the_bound(
     assert [step.begin for step in traces.steps[0]] == [0, 4 * US]
 
 
-def test_clocks_that_cannot_be_compared_are_said_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomparable_clocks_are_logged_and_not_shifted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
         trace = Trace(rank)
         trace.mark("ProfilerStep#1", 0, 100)
@@ -137,7 +137,7 @@ def test_clocks_that_cannot_be_compared_are_said_and_left(tmp_path: Path, caplog
         ("(anonymous namespace)::two_shot_all_reduce_kernel", {}, AUTOGRAD, "dense gradients"),
     ],
 )
-def test_traffic_is_of_the_kind_that_the_trace_tells(
+def test_the_kind_of_traffic_is_inferred_from_the_trace(
     tmp_path: Path, kernel: str, args: dict[str, str], thread: int, kind: str
 ) -> None:
     trace = Trace(0)
@@ -165,7 +165,7 @@ def test_copies_between_devices_and_on_streams_of_traffic_are_communication(tmp_
     assert (ledger.in_flight, sum(ledger.hidden)) == (35 * US, 10 * US)
 
 
-def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_is_not_a_wait_for_a_slower_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank, begin in ((0, 10), (1, 60)):
         trace = Trace(rank)
         trace.mark("ProfilerStep#1", 0, 100)
@@ -178,7 +178,7 @@ def test_a_copy_is_no_wait_for_a_slower_rank(tmp_path: Path, caplog: pytest.LogC
     assert "collectives of others" not in caplog.text
 
 
-def test_who_is_late_is_known_even_where_its_collective_ran_in_the_next_step(tmp_path: Path) -> None:
+def test_a_late_rank_is_known_even_if_its_collective_ran_in_the_next_step(tmp_path: Path) -> None:
     """Rank 0 begins a sum in step 1 and stands; rank 1 comes to it only when its step 2 has begun."""
     for rank, begin in ((0, 20), (1, 130)):
         trace = Trace(rank)
@@ -239,7 +239,7 @@ def train(world: World, folder: str) -> None:
             profiler.step()
 
 
-def test_a_real_profile_of_two_ranks_adds_up_and_shows_who_was_slow(groups: dict[int, Ranks], tmp_path: Path) -> None:
+def test_a_real_profile_of_two_ranks_adds_up_and_shows_the_slow_rank(groups: dict[int, Ranks], tmp_path: Path) -> None:
     groups[2].run(train, str(tmp_path))
     steps = read_traces(tmp_path).steps
     assert [[step.step for step in ranks] for ranks in steps] == [[2, 2], [3, 3], [4, 4]]
@@ -257,7 +257,7 @@ def test_a_real_profile_of_two_ranks_adds_up_and_shows_who_was_slow(groups: dict
     assert min(fast["data"], slow["data"], fast["dense gradients"], slow["dense gradients"]) > 0
 
 
-def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_without_steps_is_one_step_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace(0)
     trace.device("gemm", 10, 50, COMPUTE_STREAM, 5)
     step = alone(tmp_path, trace)
@@ -265,7 +265,9 @@ def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path, caplog: p
     assert "taken as one step" in caplog.text
 
 
-def test_steps_and_collectives_that_some_ranks_lack_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_and_collectives_missing_on_some_ranks_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for rank in (0, 1):
         trace = Trace(rank)
         for number in (1, 2, 3 + rank):
@@ -318,7 +320,7 @@ def steps_apart(folder: Path) -> None:
         (steps_apart, "no step is in the traces of all ranks"),
     ],
 )
-def test_what_cannot_be_read_says_where_and_what_to_do(
+def test_an_unreadable_trace_is_an_error_with_path_and_remedy(
     tmp_path: Path, make: Callable[[Path], object], what: str
 ) -> None:
     make(tmp_path)

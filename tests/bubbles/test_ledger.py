@@ -1,4 +1,4 @@
-"""Promise: every instant of a step has exactly one cause, and a cause is what it says."""
+"""Every instant of a step has exactly one cause, the right one."""
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ def test_the_causes_of_any_step_add_up_to_its_wall_time_and_none_is_negative(ran
 
 @settings(max_examples=200)
 @given(ranks=STEPS, all_by=st.integers(-(10**15), 10**15))
-def test_the_ledger_does_not_depend_on_what_the_clocks_show(ranks: tuple[RankStep, ...], all_by: int) -> None:
+def test_the_ledger_does_not_depend_on_the_clock_origin(ranks: tuple[RankStep, ...], all_by: int) -> None:
     shifted = ledgers([step.shifted(all_by) for step in ranks])
     for before, after in zip(ledgers(ranks), shifted, strict=True):
         assert before.causes == after.causes
@@ -84,7 +84,7 @@ def test_a_wait_is_split_where_the_last_rank_arrives() -> None:
     assert summarize(from_steps([ranks], 0).intervals).straggler_percent == pytest.approx(15.0)
 
 
-def test_traffic_behind_compute_is_hidden_and_only_the_rest_is_exposed() -> None:
+def test_traffic_overlapped_with_compute_is_hidden_and_only_the_rest_is_exposed() -> None:
     spans = (Span("forward", 0, 60 * MS), Span("host", 60 * MS, 100 * MS))
     moved = Transfer("deferred rows", "rows", 20 * MS, 80 * MS, ((70 * MS, 80 * MS),))
     (ledger,) = ledgers([RankStep(0, 0, 0, 100 * MS, spans, (moved,))])
@@ -100,7 +100,7 @@ def test_a_wait_inside_the_backward_pass_is_not_compute() -> None:
     assert ledger.hidden[TRAFFIC.index("dense gradients")] == 30 * MS
 
 
-def test_a_wait_inside_the_backward_pass_is_of_what_is_under_way_meanwhile() -> None:
+def test_a_wait_inside_the_backward_pass_has_the_cause_of_the_traffic_in_flight() -> None:
     spans = (Span("backward", 0, 60 * MS), Span("dense gradients", 30 * MS, 50 * MS))
     rows = Transfer("row gradients", "rows", 25 * MS, 45 * MS)
     (ledger,) = ledgers([RankStep(0, 0, 0, 60 * MS, spans, (rows,))])

@@ -1,4 +1,4 @@
-"""Promise: a bubble that was put there is found, as long as it is, under its own name and no other.
+"""An injected bubble is measured with its length, under its cause and no other.
 
 Real processes train over real links on the timed compute lane. Sleeps are planted in every second step, and each notes
 when it began and ended: whatever else a busy machine does to a step, those moments must stand under their cause. A slow
@@ -165,7 +165,7 @@ def test_a_sleep_before_a_collective_is_host_work_for_the_rank_and_a_straggler_f
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_stall_of_the_data_is_found_on_every_rank(
+def test_a_data_stall_is_measured_on_every_rank(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int
 ) -> None:
     for rank, (_, stalled) in enumerate(groups[ranks].run(timed_run, short(log), str(tmp_path), "stall")):
@@ -174,7 +174,7 @@ def test_a_stall_of_the_data_is_found_on_every_rank(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_slow_link_is_found_as_the_traffic_that_goes_over_it(tmp_path: Path, ranks: int) -> None:
+def test_a_slow_link_is_measured_as_the_traffic_that_it_carries(tmp_path: Path, ranks: int) -> None:
     write_dataset(tmp_path / "data", histories([10] * 400, items=5_000), rows_per_group=4, items=5_000)
     config = short(tmp_path / "data", model={"dim": 128, "layers": 1})
     fast, slow = tmp_path / "fast", tmp_path / "slow"

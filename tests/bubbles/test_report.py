@@ -1,4 +1,4 @@
-"""Promise: the report says where the time went, in a table, a page that opens offline, a trace and numbers."""
+"""The report shows where the time went, as a table, an offline page, a trace and JSON."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from freescale.bubbles.report import COLOURS, report_sections, representative_st
 from freescale.bubbles.summary import summarize
 from freescale.cli.main import main
 from freescale.train import curves
-from tests.bubbles.made_up import steps
+from tests.bubbles.synthetic import steps
 from tests.bubbles.traces import cuda_traces
 from tests.test_page import Links, in_browser
 
@@ -97,7 +97,7 @@ def looked_at(page: Path, width: int) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "count", "width"), [(2, 12, 600), (8, 40, 1200), (256, 100, 1050)])
-def test_the_page_is_readable_in_a_browser_and_asks_for_nothing(
+def test_the_page_is_readable_in_a_browser_and_loads_nothing(
     tmp_path: Path, ranks: int, count: int, width: int
 ) -> None:
     run = noted(written(tmp_path / "run", ranks, count), 200)
@@ -201,7 +201,7 @@ def test_a_long_run_gives_a_page_of_bounded_size_that_still_shows_its_extremes(t
     assert "step 31,415\nloss: 9" in training
 
 
-def test_every_cause_has_a_colour_and_no_two_look_alike() -> None:
+def test_every_cause_has_a_distinct_colour() -> None:
     assert list(COLOURS) == list(CAUSES)
     for (one, a), (two, b) in itertools.combinations(COLOURS.items(), 2):
         assert np.linalg.norm(lab(a) - lab(b)) > 20, (one, two)
@@ -223,7 +223,7 @@ def test_the_summary_adds_up_and_names_the_rank_that_the_others_wait_for(tmp_pat
     assert sum(line.ms for line in summary.lines) == pytest.approx(summary.step_ms)
     assert sum(line.share for line in summary.lines) == pytest.approx(1.0)
     by_cause = {line.cause: line for line in summary.lines}
-    assert by_cause["backward"].worst == "2"  # made_up makes rank 8 // 3 slow
+    assert by_cause["backward"].worst == "2"  # `steps` makes rank 8 // 3 slow
     assert "balance.mode" in by_cause["straggler"].advice
     assert by_cause["ids"].advice == ""  # too short to be worth a word
     assert by_cause["deferred rows"].hidden_ms == pytest.approx(by_cause["forward"].ms, rel=1e-3)
@@ -284,7 +284,7 @@ def test_traces_of_any_trainer_are_reported_alike(tmp_path: Path, capsys: pytest
         (["RUN", "--steps", "3"], 2, "was not kept whole"),
     ],
 )
-def test_wrong_use_is_told_with_a_remedy(
+def test_wrong_usage_is_an_error_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
 ) -> None:
     run = written(tmp_path, 2, 12)
@@ -292,7 +292,7 @@ def test_wrong_use_is_told_with_a_remedy(
     assert said in capsys.readouterr().err
 
 
-def test_a_page_can_be_made_of_the_shortest_run(tmp_path: Path) -> None:
+def test_the_shortest_run_gives_a_page(tmp_path: Path) -> None:
     recorded = records.from_steps(steps(1, 1), clock_bound=0)
     assert "<svg" in "".join(report_sections(recorded, representative_steps(recorded.samples)))
     assert "<svg" in "".join(report_sections(recorded._replace(samples={}), []))

@@ -1,5 +1,6 @@
-"""Promise: what a run keeps of its bubbles is bounded, adds up, survives a kill, and says what it does not know."""
+"""The profile of a run is bounded, adds up, survives a kill, and marks what is unknown."""
 
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(groups: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, max(groups[2].run(foreign, str(folder), STEPS))
 
 
-def test_intervals_add_up_to_the_time_that_the_loop_took(run: tuple[Path, float]) -> None:
+def test_intervals_add_up_to_the_time_of_the_loop(run: tuple[Path, float]) -> None:
     folder, took = run
     intervals = records.read_intervals(folder)
     assert [interval.step for interval in intervals] == list(range(10, STEPS + 1, 10))
@@ -64,7 +65,7 @@ def test_intervals_add_up_to_the_time_that_the_loop_took(run: tuple[Path, float]
         assert all((interval.column(cause) > 0).all() for interval in intervals), cause
 
 
-def test_no_more_steps_are_kept_whole_than_said_and_they_agree_with_the_sums(run: tuple[Path, float]) -> None:
+def test_whole_steps_are_bounded_and_agree_with_the_sums(run: tuple[Path, float]) -> None:
     samples = records.read_samples(run[0])
     assert 0 < len(samples) <= records.SAMPLED_STEPS
     for of_ranks in samples.values():
@@ -84,7 +85,7 @@ def different(world: World, folder: str) -> None:
     bubbles.close()
 
 
-def test_ranks_that_come_to_different_collectives_are_accounted_without_guessing(
+def test_ranks_that_run_different_collectives_are_accounted_without_stragglers(
     groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
     groups[2].run(different, str(tmp_path))
@@ -93,7 +94,7 @@ def test_ranks_that_come_to_different_collectives_are_accounted_without_guessing
     assert all((interval.column("straggler") == 0).all() for interval in intervals)
 
 
-def test_half_a_line_at_the_end_of_a_killed_run_is_left_out(run: tuple[Path, float], tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_a_killed_run_is_ignored(run: tuple[Path, float], tmp_path: Path) -> None:
     whole = (run[0] / "bubbles" / "intervals.jsonl").read_bytes()
     (tmp_path / "bubbles").mkdir()
     (tmp_path / "bubbles" / "intervals.jsonl").write_bytes(whole[: len(whole) - 40])
@@ -147,13 +148,13 @@ def hides(world: World) -> tuple[int, int]:
     return ledger.cause_ns("backward") // 10**6, ledger.cause_ns("dense gradients") // 10**6
 
 
-def test_compute_after_the_last_bucket_left_hides_it(groups: dict[int, Ranks]) -> None:
+def test_compute_after_the_last_bucket_hides_it(groups: dict[int, Ranks]) -> None:
     for backward, exposed in groups[2].run(hides):
         assert backward >= 50
         assert exposed < 20
 
 
-def test_what_goes_on_behind_the_step_is_hidden_and_takes_no_compute_away() -> None:
+def test_background_transfers_are_hidden_and_do_not_reduce_compute() -> None:
     recorder = Recorder(0)
     with recorder.record("forward"):
         flight = recorder.begin_collective("samples", "samples", independent=True)
@@ -175,18 +176,18 @@ def test_what_goes_on_behind_the_step_is_hidden_and_takes_no_compute_away() -> N
     assert ledger.hidden[TRAFFIC.index("samples")] > 0.019 * 1e9
 
 
-def test_a_misspelt_cause_is_refused_at_once() -> None:
+def test_an_unknown_cause_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown cause 'foward'"), Recorder(0).record("foward"):
         pass
 
 
-def test_a_folder_without_records_says_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_records_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="runs/latest"):
         records.read_intervals(tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 255, 256, 257, 1000, 16_384])
-def test_every_rank_is_in_the_group_that_is_named_after_it(ranks: int) -> None:
+def test_every_rank_is_in_the_group_named_after_it(ranks: int) -> None:
     groups = min(ranks, records.GROUPS)
     for rank in range(ranks):
         name = records.group_name(records.group_of(rank, ranks), ranks)
@@ -195,7 +196,7 @@ def test_every_rank_is_in_the_group_that_is_named_after_it(ranks: int) -> None:
     assert len({records.group_name(group, ranks) for group in range(groups)}) == groups
 
 
-def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once() -> None:
+def test_a_transfer_that_outlives_its_step_is_in_both_and_compared_once() -> None:
     recorder = Recorder(0)
     flight = recorder.begin_collective("rows", "deferred rows")
     first = recorder.end_step(1)
@@ -208,15 +209,36 @@ def test_a_transfer_that_outlives_its_step_is_seen_in_both_and_answered_for_once
     assert account(two, {t.name: t.arrived for t in two.transfers}).cause_ns("deferred rows") > 0
 
 
-def test_names_of_one_step_are_told_apart() -> None:
+def test_names_are_unique_in_a_step() -> None:
     recorder = Recorder(0)
     flights = [recorder.begin_collective("ids") for _ in range(3)]
     assert len({flight.name for flight in flights}) == 3
 
 
-def test_what_goes_on_behind_the_step_does_not_change_the_names_of_what_all_ranks_come_to() -> None:
+def test_background_transfers_do_not_change_the_names_of_shared_collectives() -> None:
     """A thread runs ahead on one rank and lags on another, so its transfers come in between at any place."""
     one, other = Recorder(0), Recorder(1)
     one.begin_collective("rows", "deferred rows", independent=True)
     names = [recorder.begin_collective("rows").name for recorder in (one, other)]
     assert names[0] == names[1]
+
+
+def profile_in_context(world: World, folder: str, fails: bool) -> int:
+    """Profile a plain loop of unknown length; return how many flight records are left."""
+    with contextlib.suppress(KeyError), StepProfiler(folder) as profiler:
+        for _ in profiler.iterate("data", range(25)):
+            with profiler.record("forward"):
+                pass
+            profiler.end_step()
+        if fails:
+            raise KeyError
+    return len(list(Path(folder).glob(f"flight/rank-{world.rank:05d}.ring")))
+
+
+def test_the_context_manager_closes_the_profile_but_keeps_the_flight_record_of_a_failure(
+    groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    assert groups[2].run(profile_in_context, str(tmp_path / "fine"), False) == [0, 0]
+    assert groups[2].run(profile_in_context, str(tmp_path / "failed"), True) == [1, 1]
+    assert sum(interval.steps for interval in records.read_intervals(tmp_path / "fine")) == 24  # the first is warm-up
+    assert list(records.read_samples(tmp_path / "fine")) == [1, 2, 4, 8, 16]

@@ -1,4 +1,4 @@
-"""Promise: operations run in an order that the schedule allows; an error behind the step is raised in front of it."""
+"""Operations run in an order that the schedule allows, and errors of deferred ones surface in the step."""
 
 import contextlib
 import itertools
@@ -46,7 +46,7 @@ def ran(strictly_serial: bool, seed: int, settle_after: frozenset[int] = frozens
 
 @pytest.mark.parametrize("settle_after", [frozenset(), frozenset({1, 2, 4})], ids=["never settled", "settled"])
 @pytest.mark.parametrize("strictly_serial", [True, False])
-def test_nothing_begins_before_what_it_waits_for_and_everything_is_done_once(
+def test_operations_begin_after_their_dependencies_and_run_once(
     strictly_serial: bool, settle_after: frozenset[int]
 ) -> None:
     for seed in range(10):
@@ -61,7 +61,7 @@ def test_nothing_begins_before_what_it_waits_for_and_everything_is_done_once(
                     assert place[key, of_batch, "ends"] < place[operation.key, batch, "begins"]
 
 
-def test_strictly_serial_means_one_thing_at_a_time_and_overlapped_does_not() -> None:
+def test_strictly_serial_execution_runs_one_operation_at_a_time_and_overlapped_does_not() -> None:
     for strictly_serial in (True, False):
         events = ran(strictly_serial, 0)
         one_by_one = all(a[:2] == b[:2] for a, b in zip(events[::2], events[1::2], strict=True))
@@ -69,7 +69,7 @@ def test_strictly_serial_means_one_thing_at_a_time_and_overlapped_does_not() -> 
 
 
 @pytest.mark.parametrize("split_in_time", [True, False])
-def test_what_is_hastened_begins_before_its_turn_unless_more_is_missing_and_is_done_once(split_in_time: bool) -> None:
+def test_an_operation_issued_early_runs_once_and_only_if_its_dependencies_are_complete(split_in_time: bool) -> None:
     events: list[tuple[str, int, str]] = []
     is_split, computed = threading.Event(), threading.Event()
 
@@ -101,7 +101,7 @@ def test_what_is_hastened_begins_before_its_turn_unless_more_is_missing_and_is_d
     assert place["send_split", 2, "begins"] < urgent < place["update_urgent", 1, "begins"]
 
 
-def test_what_fails_behind_the_step_is_raised_in_front_of_it() -> None:
+def test_errors_of_deferred_operations_surface_in_the_step() -> None:
     def do(operation: Operation, batch: int) -> None:
         if (operation.name, batch) == ("send_ids", 3):
             raise RuntimeError("the link is gone")
@@ -132,7 +132,7 @@ class Streams(NoStreams):
         return lambda: self.here.update(launched)
 
 
-def test_every_stream_waits_for_what_its_operations_need_from_the_other() -> None:
+def test_streams_wait_for_dependencies_on_other_streams() -> None:
     streams, missing = Streams(), []
 
     def do(operation: Operation, batch: int) -> None:

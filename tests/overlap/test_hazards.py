@@ -1,4 +1,4 @@
-"""Promise: under a schedule that is accepted nothing stale is read, however long anything takes; others are refused."""
+"""An accepted schedule reads no stale row, whatever operations take; unsafe schedules are refused."""
 
 import itertools
 from collections.abc import Callable
@@ -145,12 +145,12 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SAFE)
-def test_what_we_run_is_proven_safe(name: str) -> None:
+def test_schedules_in_use_are_safe(name: str) -> None:
     require_safe(SAFE[name])
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_schedule_is_refused_with_the_offending_pair(name: str) -> None:
+def test_an_unsafe_schedule_is_refused_with_the_offending_pair(name: str) -> None:
     schedule, late, early = WRONG[name]
     found = [str(hazard) for hazard in hazards(schedule)]
     assert any(f"'{late} of" in text and early in text for text in found), found[:5]
@@ -196,18 +196,18 @@ def stale(schedule: Schedule, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("name", SAFE)
-def test_in_a_safe_schedule_no_row_is_ever_touched_out_of_order(name: str) -> None:
+def test_a_safe_schedule_never_accesses_a_row_out_of_order(name: str) -> None:
     assert not any(stale(SAFE[name], seed) for seed in range(100))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, early) in WRONG.items() if early.startswith("update")])
-def test_in_a_wrong_schedule_some_row_sometimes_is(name: str) -> None:
+def test_an_unsafe_schedule_can_access_a_row_out_of_order(name: str) -> None:
     assert any(stale(WRONG[name][0], seed) for seed in range(300))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6))
-def test_whatever_is_accepted_is_safe(seed: int) -> None:
+def test_accepted_random_schedules_are_safe(seed: int) -> None:
     """Schedules with dependencies left out, lanes changed and operations moved, at random."""
     draw = np.random.default_rng(seed)
     operations = list(overlapped().operations)

@@ -1,4 +1,4 @@
-"""Promise: a schedule that issues something before what it waits for does not exist."""
+"""A schedule that issues an operation before its dependencies is refused."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from freescale.overlap.schedule import Operation, Schedule, serial
 from freescale.train.step import operation_table
 
 
-def test_an_operation_before_what_it_waits_for_is_refused_and_both_are_named() -> None:
+def test_an_operation_before_its_dependency_is_refused_and_both_are_named() -> None:
     with pytest.raises(ValueError, match="'rows' is issued before what it waits for: ids"):
         Schedule((Operation("rows", "urgent", "urgent rows", ("ids",)), Operation("ids", "urgent", "ids")))
     with pytest.raises(ValueError, match="'ids' is issued twice"):
@@ -19,7 +19,7 @@ def test_an_operation_before_what_it_waits_for_is_refused_and_both_are_named() -
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_operation_of_the_serial_step_is_one_that_a_step_can_do(sharded: bool, parts: int) -> None:
+def test_every_operation_of_the_serial_step_is_implemented(sharded: bool, parts: int) -> None:
     schedule = serial(sharded=sharded, micro_batches=parts)
     names = [operation.name for operation in schedule.operations]
     assert operation_table(Mock(), None).keys() >= set(names)

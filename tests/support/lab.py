@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces that hang on one switch, each by a link of a given rate.
+"""Emulated hosts on one machine: network namespaces on one bridge, each with a link of a given rate.
 
-Traffic stays inside namespaces that this file makes and removes. Needs root and iproute2.
+Traffic stays inside namespaces that this file creates and removes. Needs root and iproute2.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ _NEW_NETWORK = 0x40000000
 
 
 class Lab:
-    """Some hosts and their switch. `hosts` are names of namespaces."""
+    """Hosts and their bridge. `hosts` are names of namespaces."""
 
     def __init__(self, hosts: int) -> None:
         self._switch = f"freescale-{os.getpid()}-switch"
         self.hosts = [f"freescale-{os.getpid()}-{host}" for host in range(hosts)]
 
     def shape(self, mbit: float | None) -> None:
-        """Give every link a rate, in both directions; None takes it away."""
+        """Limit the rate of every link, in both directions; None removes the limit."""
         for place, port in self._ports():
             _ip(["tc", "-n", place, "qdisc", "del", "dev", port, "root"], may_fail=True)
             if mbit is not None:
@@ -29,15 +29,15 @@ class Lab:
                 _ip(["tc", "-n", place, "qdisc", "add", "dev", port, "root", "tbf", *rate])
 
     def cut(self, host: int) -> None:
-        """Take the link of a host away."""
+        """Take the link of a host down."""
         _ip(["ip", "-n", self._switch, "link", "set", f"p{host}", "down"])
 
     def mend(self, host: int) -> None:
-        """Give it back."""
+        """Bring it up again."""
         _ip(["ip", "-n", self._switch, "link", "set", f"p{host}", "up"])
 
     def open(self) -> None:
-        """Make the namespaces."""
+        """Create the namespaces."""
         for place in (self._switch, *self.hosts):
             _ip(["ip", "netns", "add", place])
         _ip(["ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge"])
@@ -51,7 +51,7 @@ class Lab:
                 _ip(["ip", "-n", host, "link", "set", link, "up"])
 
     def close(self) -> None:
-        """Remove them; links go along."""
+        """Remove the namespaces and their links."""
         for place in (*self.hosts, self._switch):
             _ip(["ip", "netns", "del", place], may_fail=True)
 
@@ -63,17 +63,17 @@ class Lab:
 
 @contextlib.contextmanager
 def lab(hosts: int) -> Iterator[Lab]:
-    """Hosts that are gone afterwards."""
-    made = Lab(hosts)
+    """Create hosts and remove them afterwards."""
+    created = Lab(hosts)
     try:
-        made.open()
-        yield made
+        created.open()
+        yield created
     finally:
-        made.close()
+        created.close()
 
 
 def enter(host: str) -> None:
-    """Move this process into a host: connections that it makes from now on leave by that host's link."""
+    """Move this process into a host: later connections use that host's link."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{host}", encoding="utf-8") as space:
         if libc.setns(space.fileno(), _NEW_NETWORK):

@@ -1,8 +1,7 @@
-"""Real ranks for tests: processes over gloo on the loopback, started once and sent work.
+"""Rank processes for tests, over gloo on the loopback interface.
 
-A process takes seconds to import torch, so ranks are forked from one that has, and a test module starts its ranks once
-(see the fixture in `conftest`) and sends them module-level functions. Every wait has a timeout; what a rank raises is
-raised here with its rank.
+Importing torch takes seconds, so a forkserver preloads it, and a test module starts its ranks once (see the fixture in
+`conftest`) and sends them module-level functions. Every wait has a timeout. Errors are raised here with their rank.
 """
 
 import contextlib
@@ -27,50 +26,49 @@ DEADLINE = 120.0
 
 
 class World(NamedTuple):
-    """What a function that runs on a rank is given."""
+    """First argument of a function that runs on a rank."""
 
     rank: int
     ranks: int
     store: dist.Store
 
 
-class Meeting(NamedTuple):
-    """Where ranks find each other."""
+class RendezvousPoint(NamedTuple):
+    """Where ranks find each other: a port, or a file for hosts of a lab."""
 
     port: int
     file: str
     hosts: Sequence[str]
-    """Network namespaces that the ranks are dealt over, if they live in a lab."""
+    """Network namespaces of the ranks, if they run in a lab."""
 
 
 class RankError(Exception):
-    """A rank raised something."""
+    """A rank raised an error."""
 
 
 class Ranks:
-    """Some processes that form one gloo group."""
+    """Processes that form one gloo group."""
 
     def __init__(self, ranks: int, lab: Lab | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torchrec"])
-        # The store lives in this process, so that any rank may die without taking it along. Hosts of a lab do not
-        # reach this process; they meet in a file.
+        # This process serves the store, so any rank may die. Hosts of a lab cannot reach it and use a file.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory()
-        meet = Meeting(self._store.port, f"{self._folder.name}/store", lab.hosts if lab else ())
+        point = RendezvousPoint(self._store.port, f"{self._folder.name}/store", lab.hosts if lab else ())
         self._sent = 0
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, meet, theirs, dict(os.environ)), daemon=True)
+            local, remote = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ranks, point, remote, dict(os.environ)), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            remote.close()
+            self._pipes.append(local)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
-        """Run `function(world, *arguments)` on every rank and give what each returned."""
+        """Run `function(world, *arguments)` on every rank and return the results."""
         self.send(function, *arguments)
         results, errors = [], []
         for rank in range(len(self._pipes)):
@@ -89,19 +87,19 @@ class Ranks:
             pipe.send((self._sent, function, arguments))
 
     def result(self, rank: int, timeout: float = DEADLINE) -> Any:
-        """What one rank returned, or raised."""
+        """Return the result of one rank, or raise its error."""
         answers, ok, value = 0, False, None
-        while answers != self._sent:  # what came too late for an earlier task is not the answer to this one
+        while answers != self._sent:  # skip late results of earlier tasks
             if not self._pipes[rank].poll(timeout):
-                self._show_where_they_are()
+                self._dump_stacks()
                 raise RankError(f"rank {rank} gave no answer within {timeout} s")
             answers, ok, value = self._pipes[rank].recv()
         if not ok:
             raise RankError(f"rank {rank}:\n{value}")
         return value
 
-    def _show_where_they_are(self) -> None:
-        """Let every rank write the stacks of its threads to stderr."""
+    def _dump_stacks(self) -> None:
+        """Make every rank write the stacks of its threads to stderr."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
@@ -121,14 +119,14 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if meet.hosts else "lo"
-    store: dist.Store = dist.FileStore(meet.file, ranks) if meet.hosts else dist.TCPStore("127.0.0.1", meet.port)
-    if meet.hosts:
-        enter(meet.hosts[rank * len(meet.hosts) // ranks])
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if point.hosts else "lo"
+    store: dist.Store = dist.FileStore(point.file, ranks) if point.hosts else dist.TCPStore("127.0.0.1", point.port)
+    if point.hosts:
+        enter(point.hosts[rank * len(point.hosts) // ranks])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     world = World(rank, ranks, store)
     while (task := pipe.recv()) is not None:
@@ -138,11 +136,11 @@ def _serve(rank: int, ranks: int, meet: Meeting, pipe: Connection, environment: 
         except Exception:
             pipe.send((number, False, traceback.format_exc()))
         _close_other_groups()
-    dist.destroy_process_group()  # a process whose groups are left open takes its time to end
+    dist.destroy_process_group()  # open groups delay the exit
 
 
 def _close_other_groups() -> None:
-    """End the groups that a task opened: each keeps threads and sockets, and a rank serves hundreds of tasks."""
+    """Destroy the groups that a task created: each holds threads and sockets, and a rank serves hundreds of tasks."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Promise: uneven exchanges arrive as they were sent, and a rank that is gone or stuck is named before the timeout."""
+"""C10d delivers uneven exchanges unchanged, and names a lost or stuck rank by the timeout."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def transport(world: World, timeout: float = 60.0) -> C10d:
 
 
 def exchange(world: World, seed: int, dtype: torch.dtype, width: int) -> bool:
-    """Random uneven splits, zeros among them; every row says who sent it, to whom, and which it is."""
+    """Random uneven splits, zeros among them; every row encodes its sender, receiver and index."""
     splits = np.random.default_rng(seed).integers(0, 5, (world.ranks, world.ranks)) * (seed % 3)
 
     def rows(source: int, target: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def gather_and_reduce(world: World) -> tuple[list[Any], list[Any]]:
 
 
 def wait_for_all(world: World, stuck: int, timeout: float) -> str:
-    """Reduce together; one rank is stuck, and the others say what they were told."""
+    """Reduce together; one rank is stuck, and the others say what they were messages."""
     if world.rank == stuck:
         time.sleep(timeout + 4)
         return "slept"
@@ -57,8 +57,8 @@ def wait_for_all(world: World, stuck: int, timeout: float) -> str:
     return "arrived"
 
 
-def add_up_gradients(world: World, stuck: int) -> str:
-    """Train a step by DDP, whose own wait for gradients fails: a rank does not come, and another transfer gives up."""
+def sum_gradients(world: World, stuck: int) -> str:
+    """Train a step by DDP, whose own wait for gradients fails: one rank is stuck, and another transfer times out."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     assert isinstance(group, dist.ProcessGroup)
     model = DistributedDataParallel(nn.Linear(8, 1), process_group=group)
@@ -85,49 +85,49 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_uneven_exchanges_arrive_as_they_were_sent(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_uneven_all_to_all_delivers_rows_unchanged(ranks: Ranks, dtype: torch.dtype) -> None:
     for seed in range(12):
         assert all(ranks.run(exchange, seed, dtype, 1 + seed % 4)), seed
 
 
-def test_gathers_and_sums_hold_every_rank(ranks: Ranks) -> None:
+def test_all_gather_and_all_reduce_include_every_rank(ranks: Ranks) -> None:
     count = len(ranks.processes)
     for gathered, reduced in ranks.run(gather_and_reduce):
         assert gathered == [[rank, 10 * rank] for rank in range(count)]
         assert reduced == [1.5 * count, sum(range(count))]
 
 
-def test_what_ranks_raise_is_raised_here_with_the_rank_of_each(ranks: Ranks) -> None:
+def test_errors_of_ranks_are_raised_with_their_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(exchange, "no seed", torch.float32, 1)
     assert all(f"rank {rank}:" in str(caught.value) for rank in range(len(ranks.processes)))
 
 
-def test_a_stuck_rank_is_named_by_all_others_by_the_deadline() -> None:
+def test_all_ranks_name_a_stuck_rank_by_the_timeout() -> None:
     started = Ranks(3)
     try:
         begin = time.monotonic()
-        told = started.run(wait_for_all, 1, 2.0)
+        messages = started.run(wait_for_all, 1, 2.0)
         assert time.monotonic() - begin < 60
-        assert told[1] == "slept"
+        assert messages[1] == "slept"
         for rank in (0, 2):
-            assert f"gradients of step 1 failed on rank {rank} of 3: ranks that do not answer: 1" in told[rank]
-            assert "remedy:" in told[rank]
+            assert f"gradients of step 1 failed on rank {rank} of 3: ranks that do not answer: 1" in messages[rank]
+            assert "remedy:" in messages[rank]
     finally:
         started.close()
 
 
-def test_a_stuck_rank_is_named_also_where_ddp_waits_for_it() -> None:
+def test_a_stuck_rank_is_named_when_ddp_waits_for_it() -> None:
     started = Ranks(3)
     try:
-        told = started.run(add_up_gradients, 1)
+        messages = started.run(sum_gradients, 1)
         for rank in (0, 2):
-            assert f"dense gradients failed on rank {rank} of 3: ranks that do not answer: 1" in told[rank]
+            assert f"dense gradients failed on rank {rank} of 3: ranks that do not answer: 1" in messages[rank]
     finally:
         started.close()
 
 
-def test_a_killed_rank_is_named_by_all_others() -> None:
+def test_all_ranks_name_a_killed_rank() -> None:
     started = Ranks(3)
     try:
         started.run(gather_and_reduce)  # the group is connected
@@ -137,9 +137,9 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         begin = time.monotonic()
-        told = [started.result(rank) for rank in (0, 1)]
+        messages = [started.result(rank) for rank in (0, 1)]
         assert time.monotonic() - begin < 30
-        for text in told:
+        for text in messages:
             assert "ranks that do not answer: 2" in text
     finally:
         started.close()

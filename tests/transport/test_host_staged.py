@@ -1,4 +1,4 @@
-"""Promise: pieces that are copied late, as a device copies, arrive whole: no buffer is sent or used again too early."""
+"""Chunks copied asynchronously arrive intact: no staging buffer is sent or reused too early."""
 
 from collections import deque
 
@@ -8,27 +8,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.transport import chunked as pieces
+from freescale.transport import chunked
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
 from freescale.transport.host_staged import Copier
 from tests.support.ranks import Ranks, World
 
 
-class LateCopies(Copier):
-    """A stand-in for the copies of a device: none is made before somebody waits for it, and then in order."""
+class LateCopier(Copier):
+    """Emulates asynchronous device copies: they happen in order, only when waited for."""
 
     pinned = False
 
     def __init__(self) -> None:
-        self._asked: deque[tuple[Tensor, Tensor]] = deque()
+        self._pending: deque[tuple[Tensor, Tensor]] = deque()
         self._count = self._made = 0
 
     def begin(self) -> None:
         pass
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        self._asked.append((into, source))
+        self._pending.append((into, source))
         self._count += 1
 
     def mark(self) -> "Mark":
@@ -39,13 +39,13 @@ class LateCopies(Copier):
 
     def make(self, number: int) -> None:
         while self._made < number:
-            into, source = self._asked.popleft()
+            into, source = self._pending.popleft()
             into.copy_(source)
             self._made += 1
 
 
 class Mark:
-    def __init__(self, copies: LateCopies, number: int) -> None:
+    def __init__(self, copies: LateCopier, number: int) -> None:
         self._copies, self._number = copies, number
 
     def synchronize(self) -> None:
@@ -53,11 +53,11 @@ class Mark:
 
 
 def exchanges(world: World, seeds: int) -> list[int]:
-    """Gives the seeds whose rows are not those of gloo."""
-    pieces.LARGE_CHUNK_BYTES["cpu"] = 400
+    """Return the seeds whose rows differ from gloo's."""
+    chunked.LARGE_CHUNK_BYTES["cpu"] = 400
     assert dist.group.WORLD is not None
     group = C10d(dist.group.WORLD, world.store, timeout=60.0)
-    staged = ChunkedTransport(group, copier=LateCopies())
+    staged = ChunkedTransport(group, copier=LateCopier())
     wrong = []
     for seed in range(seeds):
         splits = np.random.default_rng(seed).integers(0, 60, (world.ranks, world.ranks)) * (seed % 4 > 0)
@@ -70,7 +70,7 @@ def exchanges(world: World, seeds: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_late_copies_arrive_whole(count: int) -> None:
+def test_asynchronous_copies_arrive_intact(count: int) -> None:
     ranks = Ranks(count)
     try:
         assert ranks.run(exchanges, 40) == [[]] * count

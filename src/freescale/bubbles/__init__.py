@@ -1,4 +1,4 @@
-"""Where the time of a step goes: recorded on every rank, every instant under exactly one cause.
+"""The step profiler: records on every rank where the time of a step goes, with one cause for every instant.
 
-Works for any PyTorch trainer: knows no model, no table and no TorchRec.
+Works with any PyTorch trainer and does not depend on models or TorchRec.
 """

@@ -1,7 +1,7 @@
-"""Where moments come from, and what one host's clock shows when another's shows something else.
+"""Clocks of hosts and devices, and their alignment between hosts.
 
-A mark is a moment. On a CPU it is read at once. On a GPU it is an event in the queue of the device, which can be read
-when the device has come past it; whoever reads marks a step later never waits.
+A mark is a point in time. On a CPU it is the time itself. On a GPU it is an event on a stream, which can be read once
+the device has passed it; reading it one step later does not block.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ _MOVE_BASE_MS = 1000.0
 
 
 class HostClock:
-    """Gives moments: those of the process itself, each of which is its own time."""
+    """The monotonic clock of the host: a mark is its own time."""
 
     mark: Callable[[], Any] = staticmethod(time.monotonic_ns)
-    """Notes this moment."""
+    """Return a mark of the current time."""
 
     def read(self, mark: Any) -> int:
-        """Nanoseconds of a moment, on the host's monotonic clock. Waits until it has passed."""
+        """Return the time of a mark in nanoseconds of the monotonic clock. Blocks until it has passed."""
         return mark
 
 
 class DeviceClock(HostClock):
-    """Moments of a device's queue: when the work that was queued before them is done."""
+    """Marks on a device stream: the time when all earlier work of the stream is done."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
@@ -40,26 +40,26 @@ class DeviceClock(HostClock):
         self._base_ns = time.monotonic_ns()
 
     def mark(self) -> Any:
-        """Queue an event."""
+        """Record an event."""
         event = self._event()
         event.record()
         return event
 
     def read(self, mark: Any) -> int:
-        """Count from an event whose time is known. That one moves along, since the distance is a 32-bit float.
+        """Measure from a base event with a known time. The base advances, since the distance is a 32-bit float.
 
-        A host that runs more than a step ahead of its device is held back here.
+        Blocks a host that runs more than a step ahead of its device.
         """
         mark.synchronize()
-        passed = self._base.elapsed_time(mark)
-        found = self._base_ns + round(passed * 1e6)
-        if passed > _MOVE_BASE_MS:
-            self._base, self._base_ns = mark, found
-        return found
+        elapsed = self._base.elapsed_time(mark)
+        ns = self._base_ns + round(elapsed * 1e6)
+        if elapsed > _MOVE_BASE_MS:
+            self._base, self._base_ns = mark, ns
+        return ns
 
 
 def build_clock(device: torch.device | None) -> HostClock:
-    """The clock that shows what a device is doing: the one given, else the accelerator, else the CPU."""
+    """Return the clock of a device; by default the accelerator, else the CPU."""
     device = _resolve_device(device)
     if device.type == "cpu":
         return HostClock()
@@ -67,7 +67,7 @@ def build_clock(device: torch.device | None) -> HostClock:
 
 
 def device_name(device: torch.device | None) -> str:
-    """What its maker calls it; cpu, if it is one."""
+    """Return the product name of a device, or `cpu`."""
     device = _resolve_device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -77,7 +77,7 @@ def _resolve_device(device: torch.device | None) -> torch.device:
 
 
 class ClockOffset(NamedTuple):
-    """What to add to this rank's clock to get rank 0's, and how wrong that may be. Nanoseconds."""
+    """What to add to this rank's clock to get rank 0's, and the error bound, in nanoseconds."""
 
     add: int = 0
     bound: int = 0
@@ -86,7 +86,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_id() -> int:
-    """The same number for all processes that read the same clock: of one boot, in one time namespace."""
+    """Return an id of the clock that this process reads: per boot and time namespace."""
     name = platform.node()
     with contextlib.suppress(OSError):  # not Linux
         name += Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -96,11 +96,11 @@ def clock_id() -> int:
 
 
 class ClockAlignment:
-    """Finds every rank's offset from rank 0. All ranks of the group call `measure` together.
+    """Measures every rank's clock offset from rank 0. `measure` is collective.
 
-    One process per clock asks, along a binomial tree, so that a thousand hosts take ten rounds. Who asks takes the
-    quickest of a few answers: the answer was given at some moment of the round trip, so half of that is the bound, and
-    bounds add up along the tree. Clocks drift: what the offset moved since the last time is added to the bound.
+    One process per clock measures, along a binomial tree, so that a thousand hosts take ten rounds. It keeps the
+    fastest of a few round trips: the peer read its clock at some point of it, so half of it is the error bound. Bounds
+    add up along the tree. The drift since the last measurement is added to the bound.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -111,48 +111,48 @@ class ClockAlignment:
         self._before: int | None = None
 
     def measure(self) -> ClockOffset:
-        """Ask again."""
+        """Return the current offset."""
         if len(self._leaders) == 1:
             return ClockOffset()
-        found = torch.tensor([0, 0])
+        offset = torch.tensor([0, 0])
         if self._rank == self._leader:
-            found = self._along_the_tree(self._leaders.index(self._rank))
-            now = int(found[0])
-            found[1] += 0 if self._before is None else abs(now - self._before)
+            offset = self._measure_along_tree(self._leaders.index(self._rank))
+            now = int(offset[0])
+            offset[1] += 0 if self._before is None else abs(now - self._before)
             self._before = now
-        every = _all_gather(found, self._group)
-        return ClockOffset(*every[self._leader].tolist(), widest=int(every[:, 1].max()))
+        offsets = _all_gather(offset, self._group)
+        return ClockOffset(*offsets[self._leader].tolist(), widest=int(offsets[:, 1].max()))
 
-    def _along_the_tree(self, place: int) -> torch.Tensor:
-        """Ask the one who knows already, then answer those who do not yet."""
-        found, distance = torch.tensor([0, 0]), 1
+    def _measure_along_tree(self, place: int) -> torch.Tensor:
+        """Measure against a leader with a known offset, then serve those without one."""
+        offset, distance = torch.tensor([0, 0]), 1
         while distance < len(self._leaders):
             if distance <= place < 2 * distance:
-                found = self._ask(self._leaders[place - distance])
+                offset = self._query(self._leaders[place - distance])
             elif place < distance and place + distance < len(self._leaders):
-                self._answer(self._leaders[place + distance], found)
+                self._serve(self._leaders[place + distance], offset)
             distance *= 2
-        return found
+        return offset
 
-    def _ask(self, who: int) -> torch.Tensor:
+    def _query(self, peer: int) -> torch.Tensor:
         best, answer = torch.tensor([0, 2**62]), torch.zeros(2, dtype=torch.int64)
         for _ in range(_ROUNDS):
             sent = time.monotonic_ns()
-            dist.send(answer, group=self._group, group_dst=who)
-            dist.recv(answer, group=self._group, group_src=who)
-            got = time.monotonic_ns()
-            there, their_bound = answer.tolist()
-            bound = their_bound + (got - sent + 1) // 2
+            dist.send(answer, group=self._group, group_dst=peer)
+            dist.recv(answer, group=self._group, group_src=peer)
+            received = time.monotonic_ns()
+            peer_ns, peer_bound = answer.tolist()
+            bound = peer_bound + (received - sent + 1) // 2
             if bound < int(best[1]):
-                best = torch.tensor([there - (sent + got) // 2, bound])
+                best = torch.tensor([peer_ns - (sent + received) // 2, bound])
         return best
 
-    def _answer(self, who: int, found: torch.Tensor) -> None:
+    def _serve(self, peer: int, offset: torch.Tensor) -> None:
         answer = torch.zeros(2, dtype=torch.int64)
         for _ in range(_ROUNDS):
-            dist.recv(answer, group=self._group, group_src=who)
-            answer[0], answer[1] = time.monotonic_ns() + int(found[0]), found[1]
-            dist.send(answer, group=self._group, group_dst=who)
+            dist.recv(answer, group=self._group, group_src=peer)
+            answer[0], answer[1] = time.monotonic_ns() + int(offset[0]), offset[1]
+            dist.send(answer, group=self._group, group_dst=peer)
 
 
 def _all_gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What is recorded of a step: intervals on one rank, in whole nanoseconds of one clock. Pure.
+"""Events of a step: spans and transfers of one rank, in integer nanoseconds of one clock. Pure.
 
-Whole numbers, so that the parts of a step add up to it exactly. Tuples, because dozens are made in every step.
+Integers make the parts of a step add up exactly. Tuples are cheap: every step creates dozens.
 """
 
 from collections.abc import Iterable
@@ -9,13 +9,11 @@ from typing import NamedTuple
 COMPUTE = ("forward", "backward", "optimizer")
 TRAFFIC = ("samples", "ids", "urgent rows", "deferred rows", "row gradients", "dense gradients", "other traffic")
 CAUSES = (*COMPUTE, "straggler", *TRAFFIC, "data", "host", "idle")
-"""Every instant of a rank's step is one of these. Of traffic, only what is exposed."""
+"""Every instant of a rank's step has one of these causes. Traffic counts only where it is exposed."""
 
 
 class Span(NamedTuple):
-    """Something that a rank did for a while: a kind of compute, `data` (waiting for a batch), `host`, or waiting for
-    traffic that goes on in a thread of its own.
-    """
+    """An activity of a rank: a kind of compute, `data` (wait for a batch), `host`, or a wait for background traffic."""
 
     kind: str
     begin: int
@@ -23,24 +21,24 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective as one rank saw it."""
+    """A collective, as seen by one rank."""
 
     kind: str
     name: str
-    """The same on all ranks, and of no other collective in the step."""
+    """The same on all ranks, and unique in the step."""
     arrived: int
-    """When this rank was ready for it."""
+    """When this rank entered it."""
     done: int
     waits: tuple[tuple[int, int], ...] = ()
-    """When this rank could do nothing but wait for it."""
+    """When this rank blocked on it."""
     independent: bool = False
-    """Whether no other rank's arrival matters: something is fetched, or it goes on behind the step."""
+    """Whether arrivals of other ranks do not matter: a one-sided copy, or a transfer in the background of the step."""
     size: int = 0
-    """Bytes that this rank gave to it, if that is known."""
+    """Bytes that this rank sends, if known."""
 
 
 def merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same instants, in intervals that lie apart."""
+    """Return the union of intervals as disjoint intervals, in order."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -59,10 +57,10 @@ class RankStep(NamedTuple):
     spans: tuple[Span, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     work: float = 0.0
-    """What a cost model thinks of this rank's batch, in whatever it counts; 0 where there is none."""
+    """Cost of this rank's batch by the cost model, in its unit; 0 without one."""
 
     def shifted(self, by: int) -> "RankStep":
-        """The same on a clock that shows so much more."""
+        """Return the step with all times shifted."""
         spans = tuple(Span(s.kind, s.begin + by, s.end + by) for s in self.spans)
         transfers = tuple(
             t._replace(arrived=t.arrived + by, done=t.done + by, waits=tuple((b + by, e + by) for b, e in t.waits))

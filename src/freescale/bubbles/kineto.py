@@ -1,6 +1,6 @@
-"""One trace of torch.profiler: which of its many events are compute, which are traffic, and where its steps end.
+"""Imports traces of torch.profiler (Kineto) of any trainer, as the events that a `Recorder` would record. Torch-free.
 
-Knows the format of a trace and nothing of other ranks; no torch, no GPU.
+Each trace is parsed alone: which events are compute, which are traffic, and where steps end. Then clocks are aligned.
 """
 
 import gzip
@@ -28,7 +28,7 @@ _PHASES = {
     "Optimizer.": "optimizer",
     "autograd::engine::evaluate_function": "backward",
 }
-"""What the names of marks and operators begin with, and what a thread is at inside of them."""
+"""Prefixes of annotation and operator names, and the phase of a thread inside of them."""
 _TRAFFIC_KERNEL = re.compile(r"nccl|rccl|nvshmem|symm_?mem|multimem|(one|two)_shot_all_reduce", re.IGNORECASE)
 _TRAFFIC_MARK = re.compile(r"nccl:|c10d::|freescale:|all_?(to_?all|gather|reduce)|reduce_?scatter", re.IGNORECASE)
 _HOST_TRAFFIC, _HOST_LAUNCH = ("gloo:", "mpi:", "ucc:"), "c10d::"
@@ -37,13 +37,13 @@ _COLLECTIVE = re.compile(
     "allreduce|reducescatter|allgather|alltoall|sendrecv|broadcast|barrier|reduce|scatter|gather|send|recv"
 )
 _PEER, _COPIES = "Memcpy PtoP", {"Memcpy HtoD": "data", "Memcpy DtoH": "host"}
-"""Copies from the host bring batches, copies to it serve the host: neither is compute. Others are a phase's work."""
+"""Copies from and to the host are not compute. Other copies belong to their phase."""
 _NOT_A_TRACE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _NOT_A_TRACE += (RecursionError, MemoryError)
-"""What something raises that is not built like a trace, wherever it differs."""
+"""Errors that a malformed trace can raise."""
 _ENDS_TOGETHER = ("allreduce", "reducescatter", "allgather", "alltoall", "barrier")
 _NOISE = 10_000
-"""Ends of one collective lie so far apart on one clock too: a smaller difference says nothing about clocks."""
+"""Nanoseconds between the ends of one collective on one clock: a smaller difference is no clock offset."""
 _FAR = 1 << 62
 _Intervals = list[tuple[int, int]]
 
@@ -59,7 +59,7 @@ class _Event(NamedTuple):
 
 
 class _TracedTransfer(NamedTuple):
-    """A transfer that has no name yet."""
+    """A transfer without a name yet."""
 
     kind: str
     collective: str
@@ -71,32 +71,32 @@ class _TracedTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedRank:
-    """What is kept of one trace."""
+    """The parsed trace of one rank."""
 
     rank: int
     bounds: dict[int, tuple[int, int]]
     spans: list[Span]
     transfers: list[Transfer]
 
-    def under_way(self, number: int) -> set[str]:
-        """Names of transfers that go on in a step."""
+    def names_in_flight(self, number: int) -> set[str]:
+        """Return the names of transfers in flight during a step."""
         begin, end = self.bounds[number]
         return {t.name for t in self.transfers if t.arrived < end and t.done > begin}
 
     def step(self, number: int, names: set[str]) -> RankStep:
-        """A step with the transfers that have these names."""
+        """Return a step with the transfers of these names."""
         begin, end = self.bounds[number]
         spans = tuple(s for s in self.spans if s.begin < end and s.end > begin)
         return RankStep(self.rank, number, begin, end, spans, tuple(t for t in self.transfers if t.name in names))
 
 
 def read_trace(path: Path) -> TracedRank:
-    """Read what one rank did."""
+    """Read the trace of one rank."""
     try:
         packed = path.read_bytes()
         trace = json.loads(gzip.decompress(packed) if path.suffix == ".gz" else packed, strict=False)
         number, events = _rank_number(trace, path), list(_events(trace))
-        del trace, packed  # Of hundreds of megabytes, little is needed from here on.
+        del trace, packed  # it may take hundreds of megabytes
         if events:
             return _TraceParser(number, events).rank()
     except _NOT_A_TRACE as error:
@@ -113,7 +113,7 @@ def _events(trace: Mapping[str, Any]) -> Iterator[_Event]:
             begin = base + round(raw["ts"] * 1000)
             end = begin + max(0, round(raw.get("dur", 0) * 1000))
             if not -_FAR < begin <= end < _FAR:
-                raise ValueError("an event that lies centuries away")
+                raise ValueError("an event with an implausible time")
             yield _Event(raw["name"], category, (raw.get("pid"), raw.get("tid")), begin, end, raw.get("args") or {})
 
 
@@ -124,11 +124,11 @@ def _rank_number(trace: Mapping[str, Any], path: Path) -> int:
     if named := re.search(r"rank[_-]?(\d+)", path.name, re.IGNORECASE):
         return int(named[1])
     remedy = "put the rank into the name of the file, as in rank0.json"
-    raise DataError("a trace that does not say of which rank it is", where=str(path), remedy=remedy)
+    raise DataError("a trace without a rank", where=str(path), remedy=remedy)
 
 
 class _TraceParser:
-    """One trace while it is looked through."""
+    """Parses one trace."""
 
     def __init__(self, number: int, events: list[_Event]) -> None:
         self._number = number
@@ -143,30 +143,30 @@ class _TraceParser:
         marks = [(_STEP.match(event.name), event) for event in self._of["user_annotation"]]
         self._steps = {int(match[1]): (event.begin, event.end) for match, event in marks if match}
         if not self._steps:
-            warning_once("no ProfilerStep in a trace: all of it is taken as one step")
+            warning_once("no ProfilerStep in a trace: all of it counts as one step")
             self._steps = {0: (min(e.begin for e in events), max(e.end for e in events))}
 
     def rank(self) -> TracedRank:
         transfers, work = self._device_work()
         bounds = self._bounds(transfers, work)
         transfers = sorted([*transfers, *self._host_transfers()], key=lambda f: f.begin)
-        # On a device, a wait of the host holds nothing up.
+        # With a device, a wait of the host does not block compute.
         waits = {} if self._device else self._waits(sorted(f.end for f in transfers))
         spans = [span for _, span in work] if self._device else list(self._host_compute())
         spans += [Span("data", e.begin, e.end) for e in self._of["user_annotation"] if _phase_of(e) == "data"]
         spans += [Span("host", e.begin, e.end) for e in self._of["cpu_op"]]
-        # In as few spans as possible: a trace has one per kernel.
+        # Merge spans: a trace has one per kernel.
         kinds = _unions((span.kind, span.begin, span.end) for span in spans)
         merged = [Span(kind, *interval) for kind, intervals in kinds.items() for interval in intervals]
         return TracedRank(self._number, bounds, merged, list(self._named(transfers, waits)))
 
     def _at(self, event: _Event) -> str:
-        """What its thread was at when it began."""
+        """Return the phase of its thread when it began."""
         kinds = _PHASES.values()
         return next((k for k in kinds if _within(self._inside.get((k, event.line), []), event.begin)), "forward")
 
     def _device_work(self) -> tuple[list[_TracedTransfer], list[tuple[int, Span]]]:
-        """Traffic, and everything else with the moment of its launch."""
+        """Return traffic, and all other device work with its launch time."""
         transfers: list[_TracedTransfer] = []
         others: list[tuple[int, Span]] = []
         # Streams of traffic that run no kernel of another kind.
@@ -181,7 +181,7 @@ class _TraceParser:
             if _is_collective(event):
                 transfers.append(_collective_kernel(event, phase, times))
             elif event.category != "kernel" and (event.line in streams or marked_here or _PEER in event.name):
-                # A copy waits for nobody: named for this rank alone, it is never a wait for a slower one.
+                # A copy waits for no rank. Its name is unique to this rank, so it never counts as a straggler.
                 transfers.append(_TracedTransfer("other traffic", "copy", f"rank {self._number}", *times))
             else:
                 kind = next((kind for copy, kind in _COPIES.items() if copy in event.name), phase)
@@ -189,7 +189,7 @@ class _TraceParser:
         return transfers, others
 
     def _host_transfers(self) -> Iterator[_TracedTransfer]:
-        """Collectives that a thread of the host carries out and marks, each launched by another thread before."""
+        """Yield collectives run and annotated by a host thread; another thread launched each before."""
         launches = defaultdict[str, list[_Event]](list)
         for event in self._of["cpu_op"]:
             if event.name.startswith(_HOST_LAUNCH):
@@ -204,7 +204,7 @@ class _TraceParser:
                 yield _TracedTransfer(kind, collective, "group", launch.begin, event.begin, event.end)
 
     def _host_compute(self) -> Iterator[Span]:
-        """Without a device, operators are compute, and so is all of an optimizer's step."""
+        """Yield compute without a device: operators, and the whole optimizer step."""
         for event in self._of["cpu_op"]:
             if not _NO_COMPUTE.search(event.name):
                 yield Span(self._at(event), event.begin, event.end)
@@ -213,8 +213,8 @@ class _TraceParser:
                 yield Span("optimizer", event.begin, event.end)
 
     def _waits(self, ends: list[int]) -> dict[int, _Intervals]:
-        """Waits by the end of what was waited for. Few are marked; of the others one sees that a thread launched a
-        collective and was silent until it was over, which inside an operator would pass for compute."""
+        """Return waits by the end of the transfer. Few are annotated. Of the others, a thread launches a collective and
+        records nothing until it is complete, which inside an operator would count as compute."""
         edges, silences = defaultdict[Any, list[int]](list), _Intervals()
         for event in [*self._of["user_annotation"], *self._of["cpu_op"]]:
             if not _NO_COMPUTE.search(event.name):
@@ -234,8 +234,8 @@ class _TraceParser:
         return found
 
     def _bounds(self, transfers: list[_TracedTransfer], work: list[tuple[int, Span]]) -> dict[int, tuple[int, int]]:
-        """A step begins with its mark, or later: when the device is through with the compute of earlier steps. It
-        ends where the next begins; without a next one, when all that was launched in it is over."""
+        """Return the bounds of steps. A step begins with its annotation, or later when the device completes the compute
+        of earlier steps. It ends where the next begins, or when all its work is complete."""
         compute = [(launched, span.end) for launched, span in work if span.kind in COMPUTE]
         everything = [*((launched, span.end) for launched, span in work), *((f.launched, f.end) for f in transfers)]
         begins = {number: _through(compute, begin) for number, (begin, _) in self._steps.items()}
@@ -243,20 +243,20 @@ class _TraceParser:
         return {number: (begin, begins.get(number + 1, ends[number])) for number, begin in begins.items()}
 
     def _named(self, transfers: Iterable[_TracedTransfer], waits: Mapping[int, _Intervals]) -> Iterator[Transfer]:
-        """Ranks launch the same collectives in the same order in each step, so their names are the same."""
+        """Yield named transfers. Ranks launch the same collectives in the same order in a step, so names agree."""
         begins = sorted((begin, number) for number, (begin, _) in self._steps.items())
         count = Counter[Any]()
-        for flight in transfers:
-            before = bisect_right(begins, flight.launched, key=lambda b: b[0])
-            where = f"of {flight.group} in step {begins[before - 1][1] if before else 'none'}"
-            count[flight.collective, where] += 1
-            name = f"{flight.collective} {count[flight.collective, where]} {where}"
-            waited = tuple((max(begin, flight.begin), end) for begin, end in waits.get(flight.end, []))
-            yield Transfer(flight.kind, name, flight.begin, flight.end, waited)
+        for transfer in transfers:
+            before = bisect_right(begins, transfer.launched, key=lambda b: b[0])
+            where = f"of {transfer.group} in step {begins[before - 1][1] if before else 'none'}"
+            count[transfer.collective, where] += 1
+            name = f"{transfer.collective} {count[transfer.collective, where]} {where}"
+            waited = tuple((max(begin, transfer.begin), end) for begin, end in waits.get(transfer.end, []))
+            yield Transfer(transfer.kind, name, transfer.begin, transfer.end, waited)
 
 
 def _phase_of(event: _Event) -> str:
-    """What a thread is at inside of this mark or operator, if that says it."""
+    """Return the phase that an annotation or operator implies, if any."""
     return next((phase for prefix, phase in _PHASES.items() if event.name.startswith(prefix)), "")
 
 
@@ -272,14 +272,14 @@ def _collective_kernel(event: _Event, phase: str, times: tuple[int, int, int]) -
 
 
 def _collective(name: str) -> str:
-    """Which one a kernel, an operator or a mark names, in whatever spelling."""
+    """Return the collective that a kernel, operator or annotation names, in any spelling."""
     letters = re.sub("[^a-z]", "", name.lower())
     found = _COLLECTIVE.search(letters)
     return found[0] if found else letters
 
 
 def _traffic(collective: str, phase: str, dtype: str) -> str:
-    """What a collective of an unknown trainer most likely carries."""
+    """Infer the kind of traffic of a collective."""
     if collective in ("allreduce", "reducescatter"):
         return "dense gradients"
     if collective in ("alltoall", "sendrecv"):
@@ -289,12 +289,12 @@ def _traffic(collective: str, phase: str, dtype: str) -> str:
 
 
 def _through(work: Iterable[tuple[int, int]], moment: int) -> int:
-    """When everything launched before a moment is over; that moment, if it is then."""
+    """Return when all work launched before a time is complete; at least that time."""
     return max([moment, *(end for launched, end in work if launched < moment)])
 
 
 def _unions(intervals: Iterable[tuple[Any, int, int]]) -> dict[Any, _Intervals]:
-    """The same instants of each kind, in intervals that lie apart."""
+    """Return the disjoint intervals of each kind."""
     of_kind = defaultdict[Any, _Intervals](list)
     for kind, begin, end in intervals:
         of_kind[kind].append((begin, end))
@@ -311,10 +311,10 @@ class Traces:
     """The steps that all ranks have, on one clock."""
 
     steps: list[list[RankStep]]
-    """One list per step, of every rank in order."""
+    """One list per step, with every rank in order."""
     clock_bound: int
-    """How well clocks agree, in nanoseconds: half of the collectives that all ranks leave together end within this of
-    each other, on the rank where that is worst. 0 where there are none to compare."""
+    """Clock error in nanoseconds: the median distance between the ends of collectives that all ranks leave together,
+    on the worst rank. 0 without such collectives."""
 
 
 def read_traces(folder: Path) -> Traces:
@@ -325,14 +325,14 @@ def read_traces(folder: Path) -> Traces:
     steps: list[list[RankStep]] = []
     lacking = set[str]()
     for number in track(numbers, "aligning traces", unit="steps"):
-        # What one rank has under way may be over on another, whose arrival counts all the same.
-        names = set[str]().union(*(rank.under_way(number) for rank in ranks))
+        # A transfer in flight on one rank may be complete on another, whose arrival still counts.
+        names = set[str]().union(*(rank.names_in_flight(number) for rank in ranks))
         steps.append([rank.step(number, names).shifted(by) for rank, by in zip(ranks, shifts, strict=True)])
         on_all = set.intersection(*({t.name for t in step.transfers} for step in steps[-1]))
         lacking |= {name for name in names - on_all if " of rank " not in name}
     if lacking:
         warning_once(
-            f"some ranks lack collectives of others ('{min(lacking)}'): the last arrival is that of those who have it"
+            f"some ranks lack collectives of others ('{min(lacking)}'): last arrivals ignore the ranks without them"
         )
     return Traces(steps, bound)
 
@@ -363,14 +363,14 @@ def _common_steps(ranks: Sequence[TracedRank], folder: Path) -> list[int]:
 
 
 def _shifts(ranks: Sequence[TracedRank]) -> tuple[list[int], int]:
-    """What to add to each rank's clock, and how far apart the ends of collectives then still lie."""
+    """Return what to add to each rank's clock, and the remaining distance between ends of collectives."""
     shifts: list[int] = []
     known, bound = dict[str, int](), 0
     for rank in ranks:
         ends = {t.name: t.done for t in rank.transfers if t.name.startswith(_ENDS_TOGETHER)}
         apart = [known[name] - end for name, end in ends.items() if name in known] or [0]
         if shifts and not known.keys() & ends.keys():
-            warning_once(f"rank {rank.rank} shares no collective with lower ranks: its clock is taken as it is")
+            warning_once(f"rank {rank.rank} shares no collective with lower ranks: its clock is not aligned")
         middle = median_low(apart)
         spread = median_low(abs(one - middle) for one in apart)
         shifts.append(middle if abs(middle) > _NOISE + 3 * spread else 0)

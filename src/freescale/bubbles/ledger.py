@@ -1,8 +1,8 @@
-"""Every instant of every rank's step under exactly one cause. Pure.
+"""Attributes every instant of a rank's step to one cause. Pure.
 
-What counts, in this order: compute that is really going on; a wait for a collective, split at the moment when the last
-rank arrived (before it *straggler*, after it that traffic); traffic in flight while nothing is computed; waiting for
-data; host work; else idle. Traffic behind compute costs nothing and is counted as hidden.
+Precedence: running compute; a blocking wait for a collective, split at the arrival of the last rank (before it
+*straggler*, after it that traffic); traffic in flight without compute; waiting for data; host work; else idle. Traffic
+overlapped with compute costs nothing and is counted as hidden.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from freescale.bubbles.events import CAUSES, COMPUTE, TRAFFIC, RankStep
 
-# Who may claim an instant, the strongest first: a claim is a bit, and the lowest bit that is set wins.
+# Causes by precedence. Each is a bit, and the lowest set bit wins.
 _CLAIMS = (*COMPUTE, "straggler", *TRAFFIC, "straggler", *TRAFFIC, "data", "host", "idle")
 _WAITED, _UNDER_WAY = len(COMPUTE), len(COMPUTE) + 1 + len(TRAFFIC)
 _IDLE = len(_CLAIMS) - 1
-# And what is true of an instant beside that: a wait goes on; traffic of each kind is in flight.
+# Further bits: a wait is active; traffic of each kind is in flight.
 _WAITING, _FLIGHT = len(_CLAIMS), len(_CLAIMS) + 1
 _SPENT = {claim: bit for bit, claim in enumerate(_CLAIMS)}
 _SENT = {kind: place for place, kind in enumerate(TRAFFIC)}
@@ -22,79 +22,81 @@ _COMPUTE_MASK = (1 << len(COMPUTE)) - 1
 
 
 class Ledger(NamedTuple):
-    """Nanoseconds of one rank's step by cause, and of traffic that was hidden behind compute."""
+    """Nanoseconds of one rank's step by cause, and of traffic hidden by compute."""
 
     rank: int
     step: int
     causes: tuple[int, ...]
     """In the order of CAUSES; they add up to the step."""
     hidden: tuple[int, ...]
-    """In the order of TRAFFIC; over and above the step."""
+    """In the order of TRAFFIC; in addition to the step."""
     in_flight: int
-    """How long any traffic was under way, hidden or not."""
+    """How long any traffic was in flight, hidden or not."""
     overlapped: int
-    """How long any was hidden: less than the sum of `hidden` where several kinds were under way at once."""
+    """How long any traffic was hidden: less than the sum of `hidden` where several kinds were in flight at once."""
 
     @property
     def wall(self) -> int:
-        """How long the step took."""
+        """Return the duration of the step."""
         return sum(self.causes)
 
     def cause_ns(self, cause: str) -> int:
-        """What one cause took."""
+        """Return the time of one cause."""
         return self.causes[CAUSES.index(cause)]
 
 
 def last_arrivals(ranks: Iterable[RankStep]) -> dict[str, int]:
-    """When the last rank came to each collective, on one clock for all."""
-    found: dict[str, int] = {}
+    """Return when the last rank entered each collective, on one clock."""
+    last: dict[str, int] = {}
     for rank in ranks:
         for transfer in rank.transfers:
-            found[transfer.name] = max(found.get(transfer.name, transfer.arrived), transfer.arrived)
-    return found
+            last[transfer.name] = max(last.get(transfer.name, transfer.arrived), transfer.arrived)
+    return last
 
 
 class Segment(NamedTuple):
-    """A while of a step in which nothing changes."""
+    """A part of a step with one cause throughout."""
 
     begin: int
     end: int
     cause: str
     computing: bool
     flying: int
-    """Which kinds of traffic are in flight: a bit each, in the order of TRAFFIC."""
+    """The kinds of traffic in flight: a bit each, in the order of TRAFFIC."""
 
 
 def account(step: RankStep, last: Mapping[str, int]) -> Ledger:
-    """Share out one rank's step. `last`: when the last rank arrived at each collective."""
+    """Attribute one rank's step to causes. `last`: when the last rank entered each collective."""
     causes, in_flight = dict.fromkeys(CAUSES, 0), 0
-    behind: dict[int, int] = {}  # by which kinds were under way behind compute
+    hidden_by_kinds: dict[int, int] = {}  # keyed by the kinds in flight
     for begin, end, cause, computing, flying in segments(step, last):
         causes[cause] += end - begin
         if flying:
             in_flight += end - begin
             if computing:
-                behind[flying] = behind.get(flying, 0) + end - begin
-    hidden = tuple(sum(time for kinds, time in behind.items() if kinds >> kind & 1) for kind in range(len(TRAFFIC)))
-    return Ledger(step.rank, step.step, (*causes.values(),), hidden, in_flight, sum(behind.values()))
+                hidden_by_kinds[flying] = hidden_by_kinds.get(flying, 0) + end - begin
+    overlaps = hidden_by_kinds.items()
+    hidden = tuple(sum(time for kinds, time in overlaps if kinds >> kind & 1) for kind in range(len(TRAFFIC)))
+    return Ledger(step.rank, step.step, (*causes.values(),), hidden, in_flight, sum(hidden_by_kinds.values()))
 
 
 def compute_ns(step: RankStep) -> int:
-    """How long a rank computed. Whom it waited for does not matter here."""
+    """Return how long a rank computed, whatever ranks it waited for."""
     pieces = segments(step, {transfer.name: transfer.arrived for transfer in step.transfers})
     return sum(piece.end - piece.begin for piece in pieces if piece.computing)
 
 
 def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
-    """A step from its begin to its end, piece by piece.
+    """Yield the segments of a step, in order.
 
-    A sweep over everything that begins or ends, in plain Python: a step has a few dozen of those, and this runs on
-    every rank after every step.
+    Sweeps over all begins and ends in plain Python: a step has a few dozen, and this runs on every rank each step.
     """
     going_on, true, then = [0] * (_FLIGHT + len(TRAFFIC)), 1 << _IDLE, step.begin
     for now, bit, change in [*_edges(step, last), (step.end, _IDLE, 0)]:
         if now > then:
-            claims = true & ~_COMPUTE_MASK if true >> _WAITING & 1 else true  # waiting in a backward pass is no compute
+            claims = (
+                true & ~_COMPUTE_MASK if true >> _WAITING & 1 else true
+            )  # a wait inside the backward pass is not compute
             computing = claims & _COMPUTE_MASK > 0
             strongest = (claims & -claims).bit_length() - 1
             yield Segment(then, now, _CLAIMS[strongest], computing, true >> _FLIGHT)
@@ -104,13 +106,13 @@ def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
 
 
 def ledgers(ranks: Sequence[RankStep]) -> list[Ledger]:
-    """Share out one step of all ranks, whose clocks are aligned."""
+    """Attribute one step of all ranks to causes. Their clocks must be aligned."""
     last = last_arrivals(ranks)
     return [account(rank, last) for rank in ranks]
 
 
 def _edges(step: RankStep, last: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """Where each claim begins and ends within the step, in order: (moment, bit, +1 or -1)."""
+    """Return the begins and ends of all claims within the step, in order: (time, bit, +1 or -1)."""
     begin, end, edges = step.begin, step.end, []
     for low, high, bit in _intervals(step, last):
         low, high = low if low > begin else begin, high if high < end else end
@@ -123,12 +125,12 @@ def _edges(step: RankStep, last: Mapping[str, int]) -> list[tuple[int, int, int]
 def _intervals(step: RankStep, last: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
     for span in step.spans:
         yield span.begin, span.end, _SPENT[span.kind]
-        if span.kind in _SENT:  # nothing but a wait is of such a kind
+        if span.kind in _SENT:  # such a span is always a wait
             yield span.begin, span.end, _WAITING
     for transfer in step.transfers:
         kind, come, arrived, done = _SENT[transfer.kind], last[transfer.name], transfer.arrived, transfer.done
         yield arrived, done, _FLIGHT + kind
-        if transfer.independent:  # behind the step: it holds the rank up only where that waits for a batch
+        if transfer.independent:  # in the background: it delays the rank only while that waits for a batch
             late = [span for span in step.spans if span.kind == "data"]
             yield from ((max(s.begin, arrived), min(s.end, done), _UNDER_WAY + 1 + kind) for s in late)
             continue

@@ -1,8 +1,8 @@
-"""What a run keeps of its bubbles, and reading it back. Bounded, however many ranks and steps there are.
+"""The profile files of a run: writing and reading them. Their size is bounded for any number of ranks and steps.
 
 RUN/bubbles/intervals.jsonl     a line per interval: milliseconds per step of every cause, by group of ranks
-RUN/bubbles/rank-00000.jsonl    a line per sampled step of a sampled rank: every interval of it
-RUN/bubbles/machine.json        what it ran on
+RUN/bubbles/rank-00000.jsonl    a line per sampled step of a sampled rank: all its events
+RUN/bubbles/machine.json        device and world size
 """
 
 import contextlib
@@ -21,66 +21,66 @@ from freescale.log import warning_once
 
 FOLDER = "bubbles"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
-"""Most that a run keeps: lines, fully written steps, ranks that write them, groups of ranks told apart in a line."""
+"""Limits per run: lines, whole steps, ranks that write whole steps, groups of ranks per line."""
 COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "overlapped", "ranks")
-"""What is added up over the ranks of a group; nanoseconds, and how many ranks they are."""
+"""Sums over the ranks of a group: nanoseconds, and the number of ranks."""
 
 Table = NDArray[np.float64]
 T = TypeVar("T")
 _WHOLE, _REAL = 1 << 62, 1e30
-"""Beyond these, a number is none that was measured."""
+"""Bounds of plausible measurements."""
 
 
 class IntervalRecord(NamedTuple):
-    """Some consecutive steps of all ranks."""
+    """Consecutive steps of all ranks."""
 
     step: int
     """The last one."""
     steps: int
     world_size: int
     clock_bound_us: float
-    """How far the clocks of two ranks may be apart."""
+    """Error bound of the clock alignment."""
     ms: Table
     """[groups of ranks, COLUMNS]: per step, mean of the group's ranks."""
 
     def column(self, column: str) -> Table:
-        """One column: a value per group of ranks."""
+        """Return one column: a value per group of ranks."""
         return self.ms[:, COLUMNS.index(column)]
 
 
 class StepSample(NamedTuple):
-    """One step of one rank, whole, and when the last rank came to each of its collectives."""
+    """One whole step of one rank, and when the last rank entered each of its collectives."""
 
     step: RankStep
     last: dict[str, int]
 
 
 def group_of(rank: int, world_size: int) -> int:
-    """Which line of a table a rank adds to."""
+    """Return the group of a rank: the row of the table that it adds to."""
     return rank * min(world_size, GROUPS) // world_size
 
 
 def group_name(group: int, world_size: int) -> str:
-    """Which ranks that line speaks of."""
+    """Return the ranks of a group, as text."""
     groups = min(world_size, GROUPS)
     first, last = -(-group * world_size // groups), -(-(group + 1) * world_size // groups) - 1
     return f"{first}" if first == last else f"{first}-{last}"
 
 
 def ledger_row(ledger: Ledger) -> Table:
-    """A ledger in the order of COLUMNS."""
+    """Return a ledger as a row of COLUMNS."""
     return np.array([*ledger.causes, *ledger.hidden, ledger.in_flight, ledger.overlapped, 0], dtype=np.float64)
 
 
 def place_row(row: Table, rank: int, world_size: int) -> Table:
-    """What a rank adds to the table of all groups."""
+    """Return the table of all groups with only the row of a rank's group set."""
     table = np.zeros((min(world_size, GROUPS), len(COLUMNS)))
     table[group_of(rank, world_size)] = row
     return table
 
 
 def build_interval(total: Table, *, step: int, steps: int, world_size: int, clock_bound: int) -> IntervalRecord:
-    """From nanoseconds added up over steps and ranks to milliseconds per step."""
+    """Convert nanoseconds summed over steps and ranks to milliseconds per step."""
     members = np.bincount([group_of(rank, world_size) for rank in range(world_size)]).astype(float)
     ms = total / (1e6 * steps * members[:, None])
     ms[:, -1] = members
@@ -88,58 +88,60 @@ def build_interval(total: Table, *, step: int, steps: int, world_size: int, cloc
 
 
 class RecordWriter:
-    """Adds to the files of one run."""
+    """Appends to the files of one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def write_machine(self, machine: "MachineRecord") -> None:
-        """Keep what the run runs on."""
+        """Write what the run runs on."""
         (self._folder / "machine.json").write_text(json.dumps(machine._asdict()))
 
     def truncate_after(self, step: int) -> None:
-        """Drop what an earlier run in this folder did beyond a step, and half a line that it may have left."""
+        """Drop records of an earlier run beyond a step, and an incomplete last line."""
         for path in self._folder.glob("*.jsonl"):
             kept = _lines(path, lambda facts: _up_to(step, facts))
             replace_lines(path, (_line(facts) for facts in kept if facts))
 
     def write_interval(self, interval: IntervalRecord) -> None:
-        """Keep an interval."""
+        """Append an interval."""
         columns = dict(zip(COLUMNS, interval.ms.T.round(4).tolist(), strict=True))
-        self._add("intervals.jsonl", [interval._asdict() | {"ms": columns}])
+        self._append("intervals.jsonl", [interval._asdict() | {"ms": columns}])
 
     def write_samples(self, samples: Sequence[StepSample]) -> None:
-        """Keep steps of one rank."""
+        """Append steps of one rank."""
         if samples:
-            self._add(f"rank-{samples[0].step.rank:05d}.jsonl", [s.step._asdict() | {"last": s.last} for s in samples])
+            self._append(
+                f"rank-{samples[0].step.rank:05d}.jsonl", [s.step._asdict() | {"last": s.last} for s in samples]
+            )
 
-    def _add(self, name: str, lines: list[dict[str, Any]]) -> None:
+    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         try:
             with (self._folder / name).open("a", encoding="utf-8") as file:
                 file.writelines(_line(facts) + "\n" for facts in lines)
-        except OSError as error:  # a training is worth more than what is known of it
-            warning_once(f"{self._folder / name} lacks something: {reason(error)}")
+        except OSError as error:  # a profile must not end a training
+            warning_once(f"{self._folder / name} is incomplete: {reason(error)}")
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Give a file other lines, which may come from itself: one at a time, so that a long run takes no more memory."""
-    beside = path.with_suffix(".new")
-    with beside.open("w", encoding="utf-8") as file:
+    """Replace the lines of a file, which may be read from itself: one at a time, to bound memory."""
+    temporary = path.with_suffix(".new")
+    with temporary.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _up_to(step: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """The part of a line that covers steps up to a given one; empty if there is none.
+    """Return the part of a line that covers steps up to a given one; empty if there is none.
 
-    An interval that spans the step keeps its mean for the steps before, so that a resumed run still counts them.
+    An interval that spans the step keeps its mean for the earlier steps, so that a resumed run counts them.
     """
     beyond = max(0, facts["step"] - step)
     if not beyond:
         return facts
-    left = facts.get("steps", 0) - beyond
-    return facts | {"step": step, "steps": left} if left > 0 else {}
+    steps = facts.get("steps", 0) - beyond
+    return facts | {"step": step, "steps": steps} if steps > 0 else {}
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -150,24 +152,24 @@ class MachineRecord(NamedTuple):
     """What a run ran on."""
 
     device: str
-    """As its maker calls it, or cpu."""
+    """Product name, or cpu."""
     world_size: int
 
 
 class RunRecord(NamedTuple):
-    """What is known of a run."""
+    """All profile records of a run."""
 
     intervals: list[IntervalRecord]
     samples: dict[int, list[StepSample]]
 
 
 def read(run: Path) -> RunRecord:
-    """Everything that was kept of a run."""
+    """Read all records of a run."""
     return RunRecord(read_intervals(run), read_samples(run))
 
 
 def from_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> RunRecord:
-    """Whole steps of all ranks, as a run would have kept them."""
+    """Convert whole steps of all ranks to the records of a run."""
     intervals, samples = [], {}
     for of_ranks in steps:
         world_size, number, last = len(of_ranks), of_ranks[0].step, last_arrivals(of_ranks)
@@ -180,7 +182,7 @@ def from_steps(steps: Sequence[Sequence[RankStep]], clock_bound: int) -> RunReco
 
 
 def read_intervals(run: Path) -> list[IntervalRecord]:
-    """All intervals of a run, in order. Those of a resumed run may have different numbers of ranks."""
+    """Read all intervals of a run, in order. A resumed run may have several world sizes."""
     path = run / FOLDER / "intervals.jsonl"
     found = list(_lines(path, _interval)) if path.exists() else []
     if not found:
@@ -191,24 +193,24 @@ def read_intervals(run: Path) -> list[IntervalRecord]:
 
 
 def is_recorded(run: Path) -> bool:
-    """Whether a run has recorded an interval."""
+    """Return whether a run has recorded an interval."""
     with contextlib.suppress(FileNotFoundError), (run / FOLDER / "intervals.jsonl").open("rb") as file:
         return file.readline().endswith(b"\n")
     return False
 
 
 def read_machine(run: Path) -> MachineRecord:
-    """What a run ran on."""
+    """Read what a run ran on."""
     path = run / FOLDER / "machine.json"
     if not path.exists():
         remedy = "name the folder of a training by this version, or use --from-data"
-        raise DataError("nobody wrote down what this run ran on", where=str(path), remedy=remedy)
+        raise DataError("this run has no record of what it ran on", where=str(path), remedy=remedy)
     (machine,) = _lines(path, _machine, whole=True)
     return machine
 
 
 def read_samples(run: Path) -> dict[int, list[StepSample]]:
-    """Sampled steps with the ranks that wrote them, both in order."""
+    """Read sampled steps with the ranks that wrote them, both in order."""
     found: dict[int, dict[int, StepSample]] = {}
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
         for sample in _lines(path, _sample):
@@ -241,17 +243,17 @@ def _sample(facts: dict[str, Any]) -> StepSample:
     moments = [n for t in step.transfers for n in (t.arrived, t.done, *(m for wait in t.waits for m in wait))]
     moments += [n for span in step.spans for n in (span.begin, span.end)]
     _check(0 <= step.work < _REAL, step.rank, step.step, step.begin, step.end, *moments, *last.values())
-    account(step, last)  # who can share the step out knows all that is in it
+    account(step, last)  # validates kinds and names
     return StepSample(step, last)
 
 
 def _check(right: bool, *whole: Any) -> None:
     if not right or not all(type(number) is int and abs(number) < _WHOLE for number in whole):
-        raise ValueError("a number that no run has")
+        raise ValueError("a value that no run writes")
 
 
 def _lines(path: Path, make: Callable[[dict[str, Any]], T], *, whole: bool = False) -> Iterator[T]:
-    """What whole lines say: a run that was killed may have left half of one at the end. `whole`: the file is one."""
+    """Parse complete lines; a killed run may leave an incomplete last one. `whole`: the file is one object."""
     done = 0
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The page about a run's bubbles: what they are, on which ranks, when, and what a step looks like. Pure."""
+"""Reports of a run's profile: the sections of the page, terminal tables, and a Chrome trace of sampled steps. Pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _MOST_COLUMNS = 60
 
 
 def cause_rows(lines: Iterable[Line]) -> list[list[str]]:
-    """The table that a person needs: causes that took any time, the longest first."""
+    """Return the table of causes that took any time, the longest first."""
     shown = sorted((line for line in lines if line.ms >= 0.0005 or line.hidden_ms >= 0.0005), key=lambda x: -x.ms)
     hidden = [f"{line.hidden_ms:.2f}" if line.cause in TRAFFIC else "" for line in shown]
     return [
@@ -44,12 +44,12 @@ def cause_rows(lines: Iterable[Line]) -> list[list[str]]:
 
 
 def advice(lines: Iterable[Line]) -> list[list[str]]:
-    """What to do about each cause that is worth it, the longest first."""
+    """Return the advice for each significant cause, the longest first."""
     return [[line.cause, line.advice] for line in sorted(lines, key=lambda line: -line.ms) if line.advice]
 
 
 def headline(summary: Summary) -> str:
-    """A run in a sentence."""
+    """Summarize a run in a sentence."""
     ranks = " then ".join(f"{size:,}" for size in summary.world_sizes or (summary.world_size,))
     return (
         f"{ranks} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
@@ -59,28 +59,28 @@ def headline(summary: Summary) -> str:
 
 
 def visible_colours(lines: Iterable[Line]) -> dict[str, str]:
-    """Of causes that can be seen in a chart of these."""
+    """Return the colours of causes that are visible in a chart."""
     seen = {line.cause for line in lines if line.share >= _SEEN}
     return {cause: colour for cause, colour in COLOURS.items() if cause in seen}
 
 
 def representative_steps(samples: Mapping[int, Sequence[StepSample]]) -> list[int]:
-    """Steps worth a look: the middling one and the slowest, leaving out the first, which warms up."""
+    """Return the median and the slowest step, without the first, which is warm-up."""
     took = {step: max(s.step.end - s.step.begin for s in of_ranks) for step, of_ranks in samples.items() if step > 1}
     by_time = sorted(took or samples, key=lambda step: took.get(step, 0))
     return sorted({by_time[len(by_time) // 2], by_time[-1]}) if by_time else []
 
 
 def report_sections(recorded: RunRecord, steps: Sequence[int]) -> list[str]:
-    """The sections of a page, with these steps drawn."""
+    """Return the sections of the page, with timelines of these steps."""
     intervals, samples = recorded
     summary = summarize(intervals)
     colours = visible_colours(summary.lines)
     return [
         page.section(
             "Causes",
-            "Every instant of every rank's step has one cause. Traffic counts where it is exposed; what lies behind "
-            "compute is hidden and costs nothing.",
+            "Every instant of every rank's step has one cause. Traffic counts where it is exposed; traffic "
+            "overlapped with compute is hidden and costs nothing.",
             page.table(HEADER, cause_rows(summary.lines)),
             page.table(["cause", "what to do"], advice(summary.lines), words=(0, 1)),
         ),
@@ -126,7 +126,7 @@ def _who_waits(intervals: Sequence[IntervalRecord]) -> list[str]:
 
 
 def _waiting_percent(row: Row) -> float:
-    """The share of a step that a rank waits for slower ones."""
+    """Return the share of a step that a rank waits for slower ones."""
     return float(100 * row[COLUMNS.index("straggler")] / max(row[: len(CAUSES)].sum(), 1e-9))
 
 
@@ -142,12 +142,12 @@ def _timeline(of_ranks: Sequence[StepSample], colours: Mapping[str, str]) -> str
         lanes.append(page.Lane(str(sample.step.rank), pieces))
     kept = "" if len(of_ranks) < 2 else f" of {len(of_ranks)} ranks"
     drawn = page.timeline(lanes, rows="rank", axis="ms since the first rank began")
-    text = f"One step{kept}, on one clock. The trace beside this page shows the traffic too."
+    text = f"One step{kept}, on one clock. The trace in the same folder shows the traffic too."
     return page.section(f"Step {of_ranks[0].step.step:,}", text, page.legend(colours), drawn)
 
 
 def _against_cost(samples: Mapping[int, Sequence[StepSample]]) -> list[str]:
-    """Measured compute of ranks in sampled steps against what the cost model thought of their batches."""
+    """Compare measured compute of sampled steps with the cost model."""
     measured = [
         (
             sample.step.work,
@@ -162,23 +162,26 @@ def _against_cost(samples: Mapping[int, Sequence[StepSample]]) -> list[str]:
     work, ms = np.array(measured).T
     work = work / work.mean()
     slope, base = np.polyfit(work, ms, 1) if np.ptp(work) > 0 else (0.0, float(ms.mean()))
-    apart = float(np.abs(ms - (slope * work + base)).mean() / ms.mean())
+    error = float(np.abs(ms - (slope * work + base)).mean() / ms.mean())
     points = page.Series("a rank in a step", work.tolist(), ms.tolist())
     ends = [float(work.min()), float(work.max())]
     line = page.Series("best line", ends, [slope * end + base for end in ends])
-    text = f"On average a measured time lies {100 * apart:.1f}% off the line; balancing samples relies on it."
+    text = f"On average a measured time lies {100 * error:.1f}% off the line; balancing samples relies on it."
     drawn = page.scatter(points, line, page.Axis("cost of the batch, of the mean"), page.Axis("forward + backward, ms"))
     return [page.section("Measured time against the cost model", text, drawn)]
 
 
 def _merged(intervals: Sequence[IntervalRecord]) -> list[Sequence[IntervalRecord]]:
-    """Neighbours together, so that there are not more than a page can show."""
+    """Merge neighbours, so that they fit on a page."""
     size = -(-len(intervals) // _MOST_COLUMNS)
     return [intervals[first : first + size] for first in range(0, len(intervals), size)]
 
 
 def chrome_trace(samples: Mapping[int, Sequence[StepSample]]) -> dict[str, Any]:
-    """All sampled steps, at the times at which they were."""
+    """Return sampled steps as a trace for chrome://tracing and Perfetto.
+
+    Each rank is a process, with a track of causes and one for each kind of traffic in flight.
+    """
     ranks = sorted({sample.step.rank for of_ranks in samples.values() for sample in of_ranks})
     events = [event for rank in ranks for event in _chrome_names(rank)]
     events += [event for of_ranks in samples.values() for sample in of_ranks for event in _chrome_events(sample)]

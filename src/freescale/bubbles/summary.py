@@ -1,4 +1,4 @@
-"""Where the time of a run went, in the few numbers that a person needs. Pure."""
+"""Summarizes the records of a run in a few numbers, with advice. Pure."""
 
 import itertools
 from collections import Counter
@@ -15,17 +15,17 @@ Row = NDArray[np.float64]
 
 _WORTH_ADVICE = 0.01
 _ADVICE = {
-    "straggler": "ranks take unequally long: balance.mode deals samples by cost, and larger batches even them out",
+    "straggler": "ranks have unequal work: balance.mode repartitions samples by cost; larger batches even it out",
     "samples": "samples are waited for: a faster link between hosts, or more compute per step to hide them",
-    "ids": "ids travel while nobody computes: larger batches per rank send fewer per sample",
+    "ids": "ids are exchanged without compute: larger batches per rank send fewer per sample",
     "urgent rows": "rows are waited for: a faster link, narrower rows, or fewer distinct ids per step",
     "deferred rows": "compute is too short to hide these rows: a faster link, or more compute per step",
-    "row gradients": "gradients of rows travel while nobody computes: a faster link or narrower rows",
+    "row gradients": "row gradients are exchanged without compute: a faster link or narrower rows",
     "dense gradients": "longer than the backward pass can hide: a faster link, a smaller model, or micro-batches",
-    "other traffic": "small collectives: each costs a round trip, so join or drop some",
+    "other traffic": "small collectives: each costs a round trip, so merge or drop some",
     "data": "batches come late: raise data.workers or data.prefetch, or use a faster disk",
     "host": "Python between operations: larger batches per rank, or fewer log lines and checkpoints",
-    "idle": "nothing is known of this time: mark what happens there",
+    "idle": "unattributed time: record what happens there",
 }
 
 
@@ -41,7 +41,7 @@ class Line(NamedTuple):
     """The rank, or group of ranks, with the most of it."""
     worst_ms: float
     hidden_ms: float
-    """Of traffic: what compute hides, over and above."""
+    """For traffic: the part hidden by compute, in addition."""
     advice: str
 
 
@@ -53,22 +53,22 @@ class Summary(NamedTuple):
     steps: int
     step_ms: float
     straggler_percent: float
-    """Mean time that ranks stand idle for slower ones, over the time of a step."""
+    """Mean time that ranks wait for slower ones, over the time of a step."""
     overlap_percent: float
-    """How much of the time that traffic is under way lies behind compute."""
+    """Share of the in-flight time of traffic that overlaps with compute."""
     clock_bound_us: float
     lines: list[Line]
     world_sizes: tuple[int, ...] = ()
-    """In order: more than one if the run was resumed on another number of ranks."""
+    """In order: more than one if the run was resumed on another world size."""
 
     @property
     def bubble_percent(self) -> float:
-        """Time in which a rank computes nothing."""
+        """Return the share of time in which a rank computes nothing."""
         return 100.0 * (1.0 - sum(line.share for line in self.lines if line.cause in COMPUTE))
 
 
 def mean_by_group(intervals: Sequence[IntervalRecord]) -> dict[str, Row]:
-    """Milliseconds per step of each rank, or group of ranks, over the steps that it took part in, by COLUMNS."""
+    """Return milliseconds per step of each group of ranks, over the steps that it took part in, by COLUMNS."""
     sums: dict[str, Row] = {}
     counts: Counter[str] = Counter()
     for world_size in sorted({interval.world_size for interval in intervals}):
@@ -83,14 +83,14 @@ def mean_by_group(intervals: Sequence[IntervalRecord]) -> dict[str, Row]:
 
 
 def mean_over_ranks(intervals: Sequence[IntervalRecord]) -> dict[str, float]:
-    """Milliseconds per step, mean of all ranks and steps, by COLUMNS."""
+    """Return milliseconds per step, mean of all ranks and steps, by COLUMNS."""
     rows = [np.average(interval.ms, axis=0, weights=interval.ms[:, -1]) for interval in intervals]
     mean = np.average(rows, axis=0, weights=[interval.steps for interval in intervals])
     return dict(zip(COLUMNS, mean.tolist(), strict=True))
 
 
 def summarize(intervals: Sequence[IntervalRecord]) -> Summary:
-    """Add up a run, whatever numbers of ranks it had."""
+    """Summarize a run, of any world sizes."""
     of_groups, mean = mean_by_group(intervals), mean_over_ranks(intervals)
     step = sum(mean[cause] for cause in CAUSES)
     lines = []
@@ -107,6 +107,6 @@ def summarize(intervals: Sequence[IntervalRecord]) -> Summary:
 
 
 def _first_rank(name: str) -> tuple[int, int]:
-    """Orders names of groups: by their first rank, then by their last."""
+    """Sort key of a group name: its first rank, then its last."""
     first, _, last = name.partition("-")
     return int(first), int(last or first)

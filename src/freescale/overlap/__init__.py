@@ -1,1 +1,1 @@
-"""What a step consists of and in which order it may run. The description knows no torch."""
+"""The schedule of a step, the proof that it is safe, and its executor. Torch-free."""

@@ -1,8 +1,8 @@
 """Proves from a schedule that no row is read before its last write and that no buffer is overwritten while in use.
 
-Some steps are laid out one after another. What is certain to have ended before something begins follows from lanes and
-dependencies alone, however long anything takes. Then every two operations that may touch the same row or the same slot
-of a buffer must be certain to run in the order of a serial step. Pure, and torch-free.
+The check unrolls several steps. Lanes and dependencies alone determine which operations are complete before another
+begins, whatever their durations. Every two operations that may access the same row or buffer slot must then be ordered
+as in a serial step. Pure and torch-free.
 """
 
 import itertools
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from freescale.overlap.schedule import Operation, RowSet, Schedule
 
-_STEPS = 8  # more than any dependency or slot reaches; what holds over so many holds over all
+_STEPS = 8  # more than any dependency or slot spans, so the result holds for all steps
 _BEFORE: dict[RowSet, tuple[int, bool]] = {"collision": (-1, True), "exclusive": (-1, False)}
 _MEMBERS = _BEFORE | {"urgent": (1, True), "deferred": (1, False)}
-"""Of a set of a batch's rows: in which other batch, counted from it, they are or are not."""
+"""For each row set: the offset of another batch, and whether the rows are in it."""
 
 
 class OperationInstance(NamedTuple):
@@ -31,7 +31,7 @@ class Hazard(NamedTuple):
     """Two operations that may run in the wrong order."""
 
     first: OperationInstance
-    """Must have ended before the other one begins, and that is not certain."""
+    """Must be complete before the other begins, which the schedule does not ensure."""
     then: OperationInstance
     reason: str
 
@@ -40,39 +40,39 @@ class Hazard(NamedTuple):
 
 
 class HazardError(ValueError):
-    """A schedule under which something stale may be read."""
+    """Raised for a schedule under which a stale row or buffer may be read."""
 
 
 def require_safe(schedule: Schedule) -> Schedule:
-    """Give a schedule that is proven safe; refuse any other with the first offending pair."""
+    """Return the schedule if it is safe; else raise with the first offending pair."""
     for hazard in hazards(schedule):
         raise HazardError(str(hazard))
     return schedule
 
 
 def hazards(schedule: Schedule) -> Iterator[Hazard]:
-    """Every pair of operations whose order matters and is not certain."""
-    runs = [OperationInstance(o, step + o.batch) for step in range(_STEPS) for o in schedule.operations]
-    before = _happens_before(runs)
-    for (i, one), (j, other) in itertools.combinations(enumerate(runs), 2):
-        found = _conflict(schedule, one, other)
-        if found is None:
+    """Yield every pair of operations whose order matters and is not ensured."""
+    instances = [OperationInstance(o, step + o.batch) for step in range(_STEPS) for o in schedule.operations]
+    before = _happens_before(instances)
+    for (i, a), (j, b) in itertools.combinations(enumerate(instances), 2):
+        conflict = _conflict(schedule, a, b)
+        if conflict is None:
             continue
-        swapped, reason = found
+        swapped, reason = conflict
         first, then = (j, i) if swapped else (i, j)
         if not before[then] >> first & 1:
-            yield Hazard(runs[first], runs[then], reason)
+            yield Hazard(instances[first], instances[then], reason)
 
 
-def _happens_before(runs: list[OperationInstance]) -> list[int]:
-    """Of each run, as bits, the runs that are certain to have ended when it begins."""
-    place = {(run.operation.key, run.batch): at for at, run in enumerate(runs)}
+def _happens_before(instances: list[OperationInstance]) -> list[int]:
+    """Return for each instance, as bits, the instances that are complete when it begins."""
+    place = {(run.operation.key, run.batch): at for at, run in enumerate(instances)}
     before: list[int] = []
     last_on_lane: dict[str, int] = {}
-    for at, run in enumerate(runs):
+    for at, run in enumerate(instances):
         step = run.batch - run.operation.batch
         needed = [(key, step + batch) for key, batch in run.operation.dependencies()]
-        directly = [place[one] for one in needed if one in place]
+        directly = [place[key] for key in needed if key in place]
         if run.operation.lane in last_on_lane:
             directly.append(last_on_lane[run.operation.lane])
         before.append(0)
@@ -82,9 +82,9 @@ def _happens_before(runs: list[OperationInstance]) -> list[int]:
     return before
 
 
-def _conflict(schedule: Schedule, one: OperationInstance, other: OperationInstance) -> tuple[bool, str] | None:
-    """Whether the order of two runs matters: if the other one must come first, and why."""
-    for early, late, swapped in ((one, other, False), (other, one, True)):
+def _conflict(schedule: Schedule, a: OperationInstance, b: OperationInstance) -> tuple[bool, str] | None:
+    """Return whether `b` must come first and why, if the order of two instances matters."""
+    for early, late, swapped in ((a, b, False), (b, a, True)):
         reason = _row_conflict(early, late) or _fill_conflict(early, late) or _slot_conflict(schedule, early, late)
         if reason:
             return swapped, reason
@@ -92,29 +92,29 @@ def _conflict(schedule: Schedule, one: OperationInstance, other: OperationInstan
 
 
 def _row_conflict(early: OperationInstance, late: OperationInstance) -> str:
-    """Whether both may touch a row, at least one of them changing it, and a serial step runs them in this order."""
+    """Return the conflict if both may access a row, at least one writing it, and a serial step has this order."""
     a, b = early.operation, late.operation
-    for mine, theirs in itertools.product((*a.reads, *a.writes), (*b.reads, *b.writes)):
-        wrote, writes = mine in a.writes, theirs in b.writes
+    for early_rows, late_rows in itertools.product((*a.reads, *a.writes), (*b.reads, *b.writes)):
+        wrote, writes = early_rows in a.writes, late_rows in b.writes
         in_order = early.batch < late.batch or (early.batch == late.batch and writes and not wrote)
-        if (wrote or writes) and in_order and _may_share(early.batch, mine, late.batch, theirs):
-            return f"it {'changes' if writes else 'reads'} {theirs} rows, which may be {mine} rows of that one"
+        if (wrote or writes) and in_order and _may_share(early.batch, early_rows, late.batch, late_rows):
+            return f"it {'changes' if writes else 'reads'} {late_rows} rows, which may be {early_rows} rows of that one"
     return ""
 
 
 def _may_share(batch: int, rows: RowSet, other: int, others: RowSet) -> bool:
-    """Whether a row can be in both sets: they do not contradict each other about any batch."""
+    """Return whether a row can be in both sets: they agree about every batch."""
     claims: dict[int, bool] = {}
     for number, kind in ((batch, rows), (other, others)):
         away, member = _MEMBERS[kind]
-        for about, said in ((number, True), (number + away, member)):
-            if claims.setdefault(about, said) != said:
+        for about, contains in ((number, True), (number + away, member)):
+            if claims.setdefault(about, contains) != contains:
                 return False
     return True
 
 
 def _fill_conflict(early: OperationInstance, late: OperationInstance) -> str:
-    """Whether the later one uses what the earlier one fills."""
+    """Return the conflict if the later one uses the buffer that the earlier one fills."""
     buffer = early.operation.fills
     if early.batch == late.batch and buffer and buffer in late.operation.uses and early.operation is not late.operation:
         return f"it uses {buffer} of its batch, which that one fills"
@@ -122,7 +122,7 @@ def _fill_conflict(early: OperationInstance, late: OperationInstance) -> str:
 
 
 def _slot_conflict(schedule: Schedule, early: OperationInstance, late: OperationInstance) -> str:
-    """Whether the later one fills the slot that the earlier one uses."""
+    """Return the conflict if the later one fills the slot that the earlier one uses."""
     buffer = late.operation.fills
     touched = buffer and (buffer in early.operation.uses or buffer == early.operation.fills)
     if touched and late.batch == early.batch + schedule.slots[buffer]:

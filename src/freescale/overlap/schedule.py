@@ -1,9 +1,9 @@
-"""A step as named operations on lanes, with what each must wait for. Torch-free: others than the trainer read it too.
+"""A step as named operations on lanes, with their dependencies. Torch-free: the simulator reads it too.
 
-An operation is only a name here; `train.step` says what it does. A lane does one thing at a time, in the order in which
-things are issued. Operations of one step may work on different batches: while one is computed, rows of the next are
-fetched, and gradients of the one before are still on their way. What an operation does to rows and buffers is written
-down with it, so that `hazards` can prove that nothing stale is read.
+Here an operation is only a name; `train.step` implements it. A lane runs one operation at a time, in issue order.
+Operations of one step may work on different batches: while one batch is computed, rows of the next are fetched and
+gradients of the previous one are in flight. Each operation declares how it accesses rows and buffers, so that `hazards`
+can prove that no stale row is read.
 """
 
 from collections.abc import Mapping
@@ -13,31 +13,31 @@ from typing import Literal
 from freescale.bubbles.events import CAUSES
 
 Lane = Literal["host", "compute", "urgent", "deferred"]
-"""Two lanes of traffic: somebody waits for what is urgent; what is deferred goes behind compute and gives way."""
+"""Two lanes carry traffic: compute waits for urgent transfers; deferred ones overlap with compute and yield."""
 RowSet = Literal["collision", "exclusive", "urgent", "deferred"]
-"""Of the rows of a batch: also in the batch before, or not; also in the batch after, or not."""
+"""Rows of a batch: also in the previous batch, or not; also in the next batch, or not."""
 Dependency = str | tuple[str, int]
 """An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that is done in a step."""
+    """An operation of a step."""
 
     name: str
     lane: Lane
     cause: str
-    """Where its time goes: one of `bubbles.events.CAUSES`; of traffic, its class."""
+    """The cause that its time is recorded under: one of `bubbles.events.CAUSES`."""
     after: tuple[Dependency, ...] = ()
-    """Keys of operations that must have ended."""
+    """Keys of operations that must be complete."""
     part: int = 0
-    """Which micro-batch it works on, where it works on one."""
+    """The micro-batch that it works on, if any."""
     batch: int = 0
-    """Which batch it works on: 0 the one that is computed in this step, 1 the next."""
+    """The batch that it works on: 0 is the one computed in this step, 1 the next."""
     reads: tuple[RowSet, ...] = ()
-    """Rows that it reads at their owner."""
+    """Rows that it reads on their owner."""
     writes: tuple[RowSet, ...] = ()
-    """Rows that it changes there."""
+    """Rows that it updates there."""
     fills: str = ""
     """The buffer that it writes."""
     uses: tuple[str, ...] = ()
@@ -45,22 +45,22 @@ class Operation:
 
     @property
     def key(self) -> str:
-        """What others wait for."""
+        """Return the name that dependencies refer to."""
         return f"{self.name}/{self.part}" if self.part else self.name
 
     def dependencies(self) -> list[tuple[str, int]]:
-        """Keys of what must have ended, and the batch of each, as `batch` counts."""
+        """Return the keys that must be complete, and the batch of each, counted like `batch`."""
         counted = [(after, 0) if isinstance(after, str) else after for after in self.after]
         return [(key, self.batch + later) for key, later in counted]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of a step, in the order in which they are issued."""
+    """The operations of a step, in issue order."""
 
     operations: tuple[Operation, ...]
     slots: Mapping[str, int] = field(default_factory=dict)
-    """How many batches a buffer holds at once; what it holds of the oldest is overwritten by the next."""
+    """Batches that a buffer holds at once; the next batch overwrites the oldest."""
 
     def __post_init__(self) -> None:
         place = {operation.key: (at, operation.batch) for at, operation in enumerate(self.operations)}
@@ -69,7 +69,7 @@ class Schedule:
             raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' is issued twice")
         for at, operation in enumerate(self.operations):
             if operation.cause not in CAUSES:
-                raise ValueError(f"'{operation.key}' has the cause '{operation.cause}', which no ledger knows")
+                raise ValueError(f"'{operation.key}' has the cause '{operation.cause}', which is not one of the causes")
             for key, batch in operation.dependencies():
                 # An operation on batch b is issued `its batch` steps before step b.
                 if key not in place or (batch - place[key][1], place[key][0]) >= (0, at):
@@ -77,9 +77,9 @@ class Schedule:
 
 
 def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Schedule:
-    """One thing after another. Without sharded tables there are no rows to move.
+    """Build the schedule without overlap. Without sharded tables there are no rows to move.
 
-    `agrees`: whether ranks tell each other what a batch counts.
+    `agrees`: whether the ranks exchange the loss terms of a batch.
     """
     agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
     rows = (
@@ -101,25 +101,25 @@ def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Sch
 
 
 def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
-    """Only rows that two consecutive batches share are waited for; all others travel behind compute.
+    """Build the schedule of prioritized embedding communication (PEC).
 
-    Rows of the next batch that this one does not touch are read and sent while this one is computed, once the rows that
-    the batch before left for later have been changed. Gradients of rows that the next batch reads go first; the others
-    follow behind the next step, and nothing is cut out or copied for them while somebody waits for shared rows.
-    `agrees`: as in `serial`.
+    A step waits only for rows that two consecutive batches share; all others overlap with compute. Rows of the next
+    batch that this one does not update are read and sent while this one is computed, once the deferred updates of the
+    previous batch are applied. Gradients of rows that the next batch reads go first. The others follow during the next
+    step, and nothing is packed for them while compute waits for shared rows. `agrees`: as in `serial`.
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
-    others_changed: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
-    shared_changed: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
-    nobody_waits: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
+    exclusive_updated: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
+    collision_updated: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
+    collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=ids),
         Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=ids),
         Operation(
-            "look_up_exclusive", "deferred", "forward", others_changed, batch=1, reads=("exclusive",), uses=divided
+            "look_up_exclusive", "deferred", "forward", exclusive_updated, batch=1, reads=("exclusive",), uses=divided
         ),
         Operation("send_exclusive_rows", "deferred", "deferred rows", ("look_up_exclusive",), batch=1, fills="rows"),
     )
@@ -127,12 +127,12 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
         Operation("send_urgent_gradients", "urgent", "row gradients", (last, ("send_split", 1)), uses=gradients),
         Operation("update_urgent", "compute", "optimizer", ("send_urgent_gradients",), writes=("urgent",), uses=ids),
         Operation(
-            "look_up_collision", "compute", "forward", shared_changed, batch=1, reads=("collision",), uses=divided
+            "look_up_collision", "compute", "forward", collision_updated, batch=1, reads=("collision",), uses=divided
         ),
         Operation("send_collision_rows", "urgent", "urgent rows", ("look_up_collision",), batch=1, fills="rows"),
     )
     others = (
-        Operation("send_deferred_gradients", "deferred", "row gradients", nobody_waits, uses=gradients),
+        Operation("send_deferred_gradients", "deferred", "row gradients", collision_sent, uses=gradients),
         Operation(
             "update_deferred", "deferred", "optimizer", ("send_deferred_gradients",), writes=("deferred",), uses=ids
         ),
@@ -144,19 +144,19 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
 
 
 def _compute(micro_batches: int, ready: tuple[Dependency, ...]) -> list[Operation]:
-    """Both passes of every micro-batch. Rows are used until the last backward pass, which leaves their gradients."""
-    found: list[Operation] = []
+    """Return both passes of every micro-batch. Rows are in use until the last backward pass, which fills gradients."""
+    operations: list[Operation] = []
     for part in range(micro_batches):
         forward = Operation("forward", "compute", "forward", ready, part, uses=("rows",))
         backward = Operation("backward", "compute", "backward", (forward.key,), part, fills="gradients", uses=("rows",))
-        found += [forward, backward]
-    return found
+        operations += [forward, backward]
+    return operations
 
 
 _BUCKETS, _SMALLEST, _LARGEST = 16, 1 << 18, 25 << 20
-"""Enough for the last to be short; none so small that a transfer is all latency, or larger than DDP's own."""
+"""Enough buckets for the last to be short; none so small that latency dominates, or larger than DDP's default."""
 
 
 def bucket_bytes(dense: float) -> float:
-    """At how many bytes a bucket is full, where the dense part has so many."""
+    """Return the DDP bucket size for a dense model of so many bytes, so that all but the last overlap with backward."""
     return min(max(dense / _BUCKETS, _SMALLEST), _LARGEST)

@@ -1,1 +1,1 @@
-"""Ways to move bytes between ranks, behind one Handle. Knows nothing of what the bytes mean."""
+"""Transports: move bytes between ranks behind one interface (`base.Transport`), independent of their content."""

@@ -1,9 +1,8 @@
-"""A transfer under way, and what is said when it does not arrive.
+"""The interface of all transports, and the error that names unresponsive ranks when a transfer fails.
 
-Nothing in FreeScale waits without a timeout. A wait that fails says which operation, on which rank, and which peers
-did not answer when asked. Asking costs nothing until something has failed: every rank whose wait failed signs a list in
-the store; who still waits looks there now and then, gives up too and signs; and after a moment of grace whoever has not
-signed is named.
+Waits of the host have a timeout. GPU streams wait without one: NCCL's watchdog ends a transfer that takes too long.
+Finding unresponsive ranks costs nothing until a wait fails: the rank then sets its key in the store. Ranks that still
+wait poll the store, fail as well and set theirs. After a grace period, the ranks without a key are reported.
 """
 
 import threading
@@ -22,26 +21,26 @@ T = TypeVar("T")
 Out = TypeVar("Out", covariant=True)
 _GRACE_SECONDS = 2.5
 POLL_SECONDS = 1.0
-"""How long a rank waits before it looks whether another has given up; less than the grace."""
+"""How often a waiting rank checks whether another has failed; less than the grace period."""
 _STORE_SECONDS = 5.0
 _FAILED = "freescale/failed"
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Who takes part in a transfer, and how to ask who is still there."""
+    """The ranks of a transport, and the store that they report failures to."""
 
     rank: int
     world_size: int
     store: dist.Store
 
     def raise_if_peer_failed(self) -> None:
-        """Fail if the wait of another rank has failed."""
-        if _answered(lambda: self.store.check([_FAILED]), POLL_SECONDS):
+        """Raise if a wait of another rank failed."""
+        if _call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
             raise RuntimeError("another rank has given up")
 
     def unresponsive_ranks(self) -> list[int]:
-        """Sign the list of those whose wait failed, give the others a moment, and name who did not sign."""
+        """Report a failure of this rank and return the ranks that report none within the grace period."""
         keys = [f"{_FAILED}/{rank}" for rank in range(self.world_size)]
         for key in (_FAILED, keys[self.rank]):
             self.store.set(key, "1")
@@ -51,75 +50,75 @@ class Peers:
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     @contextmanager
-    def during(self, operation: str) -> Iterator[None]:
-        """Whatever fails inside is said with the ranks that do not answer."""
+    def guard(self, operation: str) -> Iterator[None]:
+        """Convert errors inside to a TransportError that names unresponsive ranks."""
         try:
             yield
         except (OSError, RuntimeError) as error:
-            raise self.failure(operation, error) from error
+            raise self.transport_error(operation, error) from error
 
-    def failure(self, operation: str, error: Exception) -> TransportError:
-        """Say what failed on this rank, and who is not there any more."""
+    def transport_error(self, operation: str, error: Exception) -> TransportError:
+        """Build the error of an operation that failed on this rank, with the ranks that do not respond."""
         try:
-            silent = _answered(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
-            if silent is None:
+            ranks = _call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
+            if ranks is None:
                 raise RuntimeError("the store does not answer")
-            who = f"ranks that do not answer: {', '.join(map(str, silent))}" if silent else "every rank answers"
+            cause = f"ranks that do not answer: {', '.join(map(str, ranks))}" if ranks else "every rank answers"
         except RuntimeError:
-            who = "the store does not answer, so its host is probably gone"
-        what = f"{operation} failed on rank {self.rank} of {self.world_size}: {who}"
+            cause = "the store does not answer, so its host is probably gone"
+        what = f"{operation} failed on rank {self.rank} of {self.world_size}: {cause}"
         remedy = "look at the logs of those ranks; the run can be resumed from its newest checkpoint"
         return TransportError(what, where=reason(error), remedy=remedy)
 
 
-def _answered(ask: Callable[[], T], seconds: float) -> T | None:
-    """What the store answers; None if it does not in time. Behind a link that was cut, a call to it never returns."""
-    answers: list[T | Exception] = []
+def _call_with_timeout(function: Callable[[], T], seconds: float) -> T | None:
+    """Return the result of a store call, or None on timeout. Over a cut link, a call to the store never returns."""
+    results: list[T | Exception] = []
 
-    def listen() -> None:
+    def call() -> None:
         try:
-            answers.append(ask())
+            results.append(function())
         except RuntimeError as error:
-            answers.append(error)
+            results.append(error)
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    listener.join(seconds)
-    answer = answers[0] if answers else None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result = results[0] if results else None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class TransferTracer(Protocol):
-    """A transfer as somebody who measures sees it; it began when this was made."""
+    """Observes one transfer. It is created when the transfer begins."""
 
     def on_wait(self) -> None:
-        """From here on this rank can do nothing but wait for it."""
+        """The rank blocks on the transfer from now on."""
 
     def on_complete(self) -> None:
-        """It is done."""
+        """The transfer is complete."""
 
 
 TracerFactory = Callable[[str, int], TransferTracer]
-"""Is told of every transfer that begins: its name, and the bytes that this rank gives to it."""
+"""Called when a transfer begins, with its name and the bytes that this rank sends."""
 
 
 class Work(Protocol[Out]):
-    """What a transfer will give."""
+    """The pending result of a transfer, like `torch.distributed.Work`."""
 
     def wait(self) -> Out:
-        """Give it once it is there."""
+        """Wait for the transfer and return its result."""
 
 
 class Transport(Protocol):
-    """What moves rows between ranks, whichever way."""
+    """Moves rows between ranks."""
 
     peers: Peers
     timeout: float
 
     def add_tracer(self, tracer: TracerFactory | None) -> None:
-        """Tell somebody of every transfer that begins."""
+        """Trace every transfer from now on; it replaces an earlier tracer."""
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Work[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
@@ -130,44 +129,44 @@ class Transport(Protocol):
         return self.all_to_all(values.expand(self.peers.world_size, *values.shape), once, once, name=name)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Work[Tensor]:
-        """Add up values over all ranks, in place."""
+        """Sum values over all ranks, in place."""
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving.
+        """Return whether a transfer of this rank may be moving bytes.
 
-        `rate`: bytes per second that the wire has shown, if it has. What has not ended in the time that its bytes need
-        waits for a rank that is late; until that comes, nothing is gained by holding others back.
+        `rate`: measured bytes per second of the link, if any. A transfer that takes longer than its bytes need waits
+        for a late rank. Until that rank arrives, holding other transfers back gains nothing.
         """
 
 
 @dataclass(frozen=True)
 class CompletedWork(Generic[T]):
-    """The result of a transfer that has ended."""
+    """The result of a transfer that has completed."""
 
     value: T
 
     def wait(self) -> T:
-        """Give it."""
+        """Return the result."""
         return self.value
 
 
 @dataclass(frozen=True)
 class PendingWork(Generic[T]):
-    """What a transfer will give. `wait` returns it, or fails by the timeout of what moves it."""
+    """A transfer in flight. `wait` returns its result, or raises after the transport's timeout."""
 
     operation: str
     transport: Transport
     tracer: TransferTracer | None
-    ends: Callable[[float], None]
-    """Returns when the transfer is done; raises RuntimeError if it fails or takes more than so many seconds."""
-    finish: Callable[[], T]
+    block: Callable[[float], None]
+    """Blocks until the transfer completes; raises RuntimeError on failure or after so many seconds."""
+    result: Callable[[], T]
 
     def wait(self) -> T:
-        """Wait for the transfer to end and give its result."""
+        """Wait for the transfer and return its result."""
         if self.tracer is not None:
             self.tracer.on_wait()
-        with self.transport.peers.during(self.operation):
-            self.ends(self.transport.timeout)
+        with self.transport.peers.guard(self.operation):
+            self.block(self.transport.timeout)
         if self.tracer is not None:
             self.tracer.on_complete()
-        return self.finish()
+        return self.result()

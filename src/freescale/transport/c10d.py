@@ -1,4 +1,4 @@
-"""Transfers by torch.distributed: gloo between CPUs, NCCL between GPUs. The baseline that is there everywhere."""
+"""The c10d transport: torch.distributed collectives, by gloo between CPUs and NCCL between GPUs. Always available."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from freescale.transport.base import POLL_SECONDS, Peers, PendingWork, TracerFactory
 
-_How = dist.ReduceOp.RedOpType
-_GLOO_SAYS = ("gloo", "Application timeout caused pair closure")
-"""In its errors: where it was, or that another transfer gave up before."""
+_ReduceOp = dist.ReduceOp.RedOpType
+_GLOO_ERRORS = ("gloo", "Application timeout caused pair closure")
+"""Texts in errors of gloo: its source path, or that an earlier transfer timed out."""
 _SLACK, _SLACK_SECONDS = 1.5, 5e-3
-"""What a transfer may take beyond the time that its bytes need, before it is taken to wait for a rank."""
+"""Time beyond what its bytes need after which a transfer counts as waiting for a late rank."""
 
 
 class C10d:
-    """Collectives of one process group. Operations are named, because errors name them."""
+    """Collectives of one process group. Each operation has a name, which errors quote."""
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, timeout: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
         self.timeout, self.group = timeout, group
         self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
         self._tracer_factory: TracerFactory | None = None
-        self._under_way: dict[dist.Work, tuple[float, int]] = {}
-        """Since when, and the bytes that a link carries for it."""
+        self._in_flight: dict[dist.Work, tuple[float, int]] = {}
+        """Start time and bytes on the link, by transfer."""
 
     def add_tracer(self, tracer: TracerFactory | None) -> None:
-        """Tell somebody of every transfer that begins."""
+        """Trace every transfer from now on; it replaces an earlier tracer."""
         self._tracer_factory = tracer
 
     def all_to_all(
@@ -40,86 +40,86 @@ class C10d:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *rows.shape[1:])) if out is None else out
-        begin = partial(dist.all_to_all_single, out, rows, list(receive), list(send), group=self.group, async_op=True)
-        # The rows must outlive the transfer, so the handle holds them.
-        return self._start(begin, name, rows.nbytes, lambda _kept=rows: out)
+        launch = partial(dist.all_to_all_single, out, rows, list(receive), list(send), group=self.group, async_op=True)
+        # The rows must outlive the transfer, so the work references them.
+        return self._start(launch, name, rows.nbytes, lambda _kept=rows: out)
 
     def all_gather(self, values: Tensor, *, name: str) -> PendingWork[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""
         values = values.contiguous()
         parts = [torch.empty_like(values) for _ in range(self.peers.world_size)]
-        begin = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
-        return self._start(begin, name, values.nbytes, lambda _kept=values: torch.stack(parts))
+        launch = partial(dist.all_gather, parts, values, group=self.group, async_op=True)
+        return self._start(launch, name, values.nbytes, lambda _kept=values: torch.stack(parts))
 
-    def all_reduce(self, values: Tensor, *, name: str, op: _How = dist.ReduceOp.SUM) -> PendingWork[Tensor]:
-        """Add up values over all ranks, in place; or do with them what `how` says."""
-        begin = partial(dist.all_reduce, values, op, group=self.group, async_op=True)
-        return self._start(begin, name, values.nbytes, lambda: values)
+    def all_reduce(self, values: Tensor, *, name: str, op: _ReduceOp = dist.ReduceOp.SUM) -> PendingWork[Tensor]:
+        """Reduce values over all ranks, in place."""
+        launch = partial(dist.all_reduce, values, op, group=self.group, async_op=True)
+        return self._start(launch, name, values.nbytes, lambda: values)
 
     def sum(self, number: int, *, name: str) -> int:
-        """Add up one number over all ranks. All must come here, so it is also a place to meet."""
+        """Return the sum of one integer over all ranks. Also serves as a barrier."""
         return int(self.all_reduce(torch.tensor([number], device=self.device), name=name).wait()[0])
 
     def max(self, number: int, *, name: str) -> int:
-        """The largest of one number of each rank."""
+        """Return the maximum of one integer over all ranks."""
         values = torch.tensor([number], device=self.device)
         return int(self.all_reduce(values, name=name, op=dist.ReduceOp.MAX).wait()[0])
 
     def all_reduce_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum the gradients of a bucket over all ranks, as a communication hook of DDP does."""
+        """Sum the gradients of a bucket over all ranks. A DDP communication hook."""
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        on_complete = self._note(work, 2 * bucket.buffer().nbytes)
-        return work.get_future().then(lambda done: on_complete(done.value()[0]))
+        finish = self._track(work, 2 * bucket.buffer().nbytes)
+        return work.get_future().then(lambda done: finish(done.value()[0]))
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether a transfer that began here may be moving: see `Transport`."""
-        begun = [begun for work, begun in list(self._under_way.items()) if not work.is_completed()]
-        if not begun or not rate:
-            return bool(begun)
-        # They go one behind another, so all of them together are given the time that all of their bytes need.
-        since, sizes = zip(*begun, strict=True)
+        """Return whether a transfer of this rank may be moving bytes: see `Transport`."""
+        transfers = [entry for work, entry in list(self._in_flight.items()) if not work.is_completed()]
+        if not transfers or not rate:
+            return bool(transfers)
+        # They share the link, so together they get the time that all their bytes need.
+        since, sizes = zip(*transfers, strict=True)
         return time.monotonic() - min(since) < _SLACK_SECONDS + _SLACK * sum(sizes) / rate
 
     @contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """Guard waits that torch does by itself, such as DDP's: if one fails because of a rank, that rank is named."""
+        """Guard waits inside torch, such as DDP's: a communication error names the unresponsive ranks."""
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO_SAYS):
-                raise self.peers.failure(name, error) from error
+            if isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO_ERRORS):
+                raise self.peers.transport_error(name, error) from error
             raise
 
     def _start(
-        self, begin: Callable[[], dist.Work | None], name: str, size: int, finish: Callable[[], Tensor]
+        self, launch: Callable[[], dist.Work | None], name: str, size: int, result: Callable[[], Tensor]
     ) -> PendingWork[Tensor]:
         tracer = self._tracer_factory(name, size) if self._tracer_factory is not None else None
-        with self.peers.during(name):
-            work = begin()
+        with self.peers.guard(name):
+            work = launch()
         assert work is not None  # this rank is in the group
-        on_complete = self._note(work, size)
-        return PendingWork(name, self, tracer, partial(self._wait, work), lambda: on_complete(finish()))
+        finish = self._track(work, size)
+        return PendingWork(name, self, tracer, partial(self._wait, work), lambda: finish(result()))
 
-    def _note(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
-        """A transfer is under way until its result is passed through what this gives."""
-        self._under_way[work] = time.monotonic(), size
+    def _track(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
+        """Count a transfer as in flight until its result passes through the returned function."""
+        self._in_flight[work] = time.monotonic(), size
 
-        def on_complete(result: Tensor) -> Tensor:
-            self._under_way.pop(work, None)
+        def finish(result: Tensor) -> Tensor:
+            self._in_flight.pop(work, None)
             return result
 
-        return on_complete
+        return finish
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
-        """For a transfer of a group that may lose a rank."""
+        """Wait for a transfer, checking for failed peers meanwhile."""
         if self.device.type != "cpu":
-            work.wait()  # a stream does, no host; NCCL's own watchdog ends what takes too long
+            work.wait()  # the stream waits, not the host; NCCL's watchdog enforces the timeout
             return
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > POLL_SECONDS:
+        while (remaining := until - time.monotonic()) > POLL_SECONDS:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=POLL_SECONDS))
             if work.is_completed():
                 break
             self.peers.raise_if_peer_failed()
-        work.wait(timedelta(seconds=max(0.0, left)))  # raises what went wrong, if anything did
+        work.wait(timedelta(seconds=max(0.0, remaining)))  # raises the error, if any

@@ -1,8 +1,7 @@
-"""Memory of the host between a device and the network: pieces are copied into it, sent, and copied back.
+"""Staging buffers in host memory between a device and the network: chunks are copied in, sent, and copied back.
 
-The buffers are pinned, so that a copy engine moves the bytes while the device computes, and they go round: one is
-copied into while another is sent and a third is copied from. On a CPU the same lines run, and a copy is done when it is
-asked for.
+The buffers are pinned, so a copy engine moves the bytes while the device computes. They rotate: one is filled while
+another is sent and a third is copied from. On a CPU the same code runs with synchronous copies.
 """
 
 from collections import deque
@@ -12,43 +11,43 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_ROUND = 3
-"""Pieces under way at once: copied out, travelling, copied in."""
+_BUFFERS = 3
+"""Chunks in flight at once: copied out, sent, copied in."""
 
 
 class CopyEvent(Protocol):
-    """The end of some copies."""
+    """Marks the end of copies, like `torch.Event`."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the copies."""
 
 
 class Copier:
-    """Makes copies, one after another: those of a CPU, each of which is over when it was asked for."""
+    """Makes copies in order. This base makes the synchronous copies of a CPU."""
 
     pinned = False
-    """Whether memory of the host must be pinned for it."""
+    """Whether host memory must be pinned."""
 
     def begin(self) -> None:
-        """Copies from here on see what was computed so far."""
+        """Order later copies after the compute issued so far."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Begin a copy."""
+        """Start a copy."""
         into.copy_(source)
 
     def mark(self) -> CopyEvent:
-        """The end of those that have begun so far."""
+        """Return an event after the copies started so far."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: synchronous copies are complete."""
 
     def wait_for_copies(self) -> None:
-        """Whoever computes may use from here on what was copied so far."""
+        """Order later compute after the copies started so far."""
 
 
 class StreamCopier(Copier):
-    """Copies of a device, on a stream of their own. Not run by us: no GPU was at hand."""
+    """Copies of a device on a separate stream. Not tested on a GPU."""
 
     pinned = True
 
@@ -56,11 +55,11 @@ class StreamCopier(Copier):
         self._device, self._stream = device, torch.Stream(device)
 
     def begin(self) -> None:
-        """By order of the streams; no host waits."""
+        """Let the copy stream wait for the compute stream; the host does not wait."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Between pinned memory and the device, which copy engines do."""
+        """Start a copy between pinned memory and the device, by a copy engine."""
         with self._stream:
             into.copy_(source, non_blocking=True)
         for tensor in (into, source):
@@ -68,56 +67,56 @@ class StreamCopier(Copier):
                 tensor.record_stream(self._stream)
 
     def mark(self) -> CopyEvent:
-        """An event behind them."""
+        """Record an event on the copy stream."""
         return self._stream.record_event()
 
     def wait_for_copies(self) -> None:
-        """The stream that computes waits for this one."""
+        """Let the compute stream wait for the copy stream."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 class Staging:
-    """Buffers of the host that pieces pass through, as bytes, in turns. They grow to the largest piece and stay."""
+    """Rotating host buffers for chunks, as bytes. They grow to the largest chunk and stay allocated."""
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
-        self._going, self._coming = (_Buffers(pinned=copier.pinned) for _ in range(2))
-        self._copied_back: deque[CopyEvent] = deque(maxlen=_ROUND - 1)
+        self._outgoing, self._incoming = (_BufferRing(pinned=copier.pinned) for _ in range(2))
+        self._copied_back: deque[CopyEvent] = deque(maxlen=_BUFFERS - 1)
 
-    def out(self, parts: Sequence[Tensor]) -> tuple[Tensor, CopyEvent]:
-        """Begin to lay parts end to end where they can be sent from. Of those before, two may still travel."""
-        staged = self._going.next(parts)
+    def stage(self, parts: Sequence[Tensor]) -> tuple[Tensor, CopyEvent]:
+        """Start copying parts end to end into a send buffer. Two earlier buffers may still be in flight."""
+        staged = self._outgoing.next(parts)
         for into, part in zip(_split_like(staged, parts), parts, strict=True):
             self.copier.copy(into, part)
         return staged, self.copier.mark()
 
-    def room(self, parts: Sequence[Tensor]) -> Tensor:
-        """Where parts may arrive, end to end."""
-        if len(self._copied_back) == _ROUND - 1:
-            self._copied_back[0].synchronize()  # this buffer was last used one piece earlier than that
-        return self._coming.next(parts)
+    def receive_buffer(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return a buffer for parts to arrive in, end to end."""
+        if len(self._copied_back) == _BUFFERS - 1:
+            self._copied_back[0].synchronize()  # the last use of this buffer precedes that event
+        return self._incoming.next(parts)
 
-    def back(self, arrived: Tensor, parts: Sequence[Tensor]) -> None:
-        """Begin to copy what arrived to where it is wanted."""
-        for part, piece in zip(parts, _split_like(arrived, parts), strict=True):
-            self.copier.copy(part, piece)
+    def unstage(self, received: Tensor, parts: Sequence[Tensor]) -> None:
+        """Start copying received bytes to their destinations."""
+        for part, chunk in zip(parts, _split_like(received, parts), strict=True):
+            self.copier.copy(part, chunk)
         self._copied_back.append(self.copier.mark())
 
 
-class _Buffers:
-    """Memory of the host that is used in turns."""
+class _BufferRing:
+    """Host buffers that are used in rotation."""
 
     def __init__(self, *, pinned: bool) -> None:
-        self._pinned, self._turn = pinned, 0
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * _ROUND
+        self._pinned, self._index = pinned, 0
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
 
     def next(self, parts: Sequence[Tensor]) -> Tensor:
-        """Room for parts, end to end."""
-        self._turn = (self._turn + 1) % _ROUND
+        """Return the next buffer, sized for parts end to end."""
+        self._index = (self._index + 1) % _BUFFERS
         size = sum(map(len, parts))
-        if len(self._memory[self._turn]) < size:
-            self._memory[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        return self._memory[self._turn][:size]
+        if len(self._memory[self._index]) < size:
+            self._memory[self._index] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory[self._index][:size]
 
 
 def _split_like(rows: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,11 +1,10 @@
-"""Uneven all-to-all over symmetric memory: a rank offers room for what it awaits, and its peers write straight into it.
+"""One-sided all-to-all over symmetric memory: a rank offers receive buffers, and its peers write directly into them.
 
-Bytes are copied once. Offers are made when a transfer begins and wait for nothing; writing waits only for an offer, and
-a result only for what was written. So nobody blocks anybody for good as long as all ranks begin the same transfers in
-the same order. What has been offered already is written when a transfer begins, the rest when somebody waits for it.
+Bytes are copied once. Offers are made when a transfer starts and never block. A write waits only for an offer, and a
+result only for its writes, so ranks that start the same transfers in the same order cannot deadlock. Parts with an
+offer are written when a transfer starts, the others when it is waited for.
 
-Who implements the memory decides what a write and a signal are: a copy inside the memory of a host (`shared_memory`),
-or one by the copy engine of a GPU (`copy_engine`).
+The memory implements writes and signals: in host memory (`shared_memory`) or by GPU copy engines (`copy_engine`).
 """
 
 import time
@@ -22,66 +21,69 @@ from freescale.transport.base import PendingWork, TracerFactory, Transport, Work
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
 
-_Place = Callable[[], None]
+_Completion = Callable[[], None]
 
 
 class SymmetricMemory(Protocol):
-    """Room that peers can reach and the signals about it, seen from one rank. Offers and signals keep their order."""
+    """Memory that peers can write to, with signals, seen from one rank. Offers and signals keep their order.
+
+    `until` is a time of the monotonic clock at which a wait fails.
+    """
 
     ranks: list[int]
-    """Who shares it, this rank among them."""
+    """The ranks that share it, this one included."""
 
-    def room(self, like: Tensor, rows: int) -> Tensor:
-        """Memory of this rank for rows such as those of another tensor, until nobody holds it any more."""
+    def allocate(self, like: Tensor, rows: int) -> Tensor:
+        """Allocate memory of this rank for rows like those of a tensor. It is freed with the last reference."""
 
     def offer(self, peer: int, part: Tensor) -> None:
-        """Let a peer fill a part of such room, given as bytes."""
+        """Let a peer fill a part of allocated memory, given as bytes."""
 
-    def offered(self, peer: int) -> bool:
-        """Whether a peer has offered a part that was not taken yet."""
+    def has_offer(self, peer: int) -> bool:
+        """Return whether a peer has offered a part that was not taken yet."""
 
     def take(self, peer: int, *, until: float) -> Tensor:
-        """The oldest part that a peer has offered; fails at a moment of the monotonic clock."""
+        """Wait for the oldest part that a peer has offered, and return it."""
 
-    def filled(self, peer: int) -> None:
-        """Tell a peer that the oldest part that it waits for is filled by what was copied so far."""
+    def signal_filled(self, peer: int) -> None:
+        """Signal a peer that the copies so far fill the oldest part that it waits for."""
 
-    def wait(self, peer: int, *, until: float) -> None:
-        """Until a peer has filled the oldest part that it was offered; fails at a moment of the monotonic clock."""
+    def wait_filled(self, peer: int, *, until: float) -> None:
+        """Wait until a peer has filled the oldest part that it was offered."""
 
-    def moving(self) -> AbstractContextManager[object]:
-        """Copies and signals that are asked for inside happen where they take the least from compute."""
+    def copy_context(self) -> AbstractContextManager[object]:
+        """Issue the copies and signals inside where they take the least from compute."""
 
     def wait_for_copies(self) -> None:
-        """Whoever computes may use from here on what was moved so far."""
+        """Order later compute after the copies so far."""
 
 
 class OneSided(Transport):
-    """Transfers between ranks that reach each other's memory.
+    """Transfers between ranks that can write to each other's memory.
 
-    `beyond` carries what goes to ranks that the memory does not reach, and what has to be added up: copies add nothing.
+    `fallback` serves the ranks that the memory does not reach, and all reductions: copies cannot add.
     """
 
-    def __init__(self, memory: SymmetricMemory, beyond: C10d | ChunkedTransport) -> None:
-        self.peers, self.timeout = beyond.peers, beyond.timeout
+    def __init__(self, memory: SymmetricMemory, fallback: C10d | ChunkedTransport) -> None:
+        self.peers, self.timeout = fallback.peers, fallback.timeout
         self._tracer_factory: TracerFactory | None = None
-        self._memory, self._beyond = memory, beyond
+        self._memory, self._fallback = memory, fallback
         self._is_near = [rank in memory.ranks for rank in range(self.peers.world_size)]
         place = memory.ranks.index(self.peers.rank)
         self._near = [*memory.ranks[place + 1 :], *memory.ranks[:place]]
-        """The others; each rank begins with the one behind it, so that not all fall upon one."""
-        self._going: defaultdict[int, deque[Tensor]] = defaultdict(deque)
-        """Parts that are still to be written, by peer."""
+        """The peers; each rank starts with the next one, so that not all write to the same rank."""
+        self._unwritten: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        """Parts still to be written, by peer."""
         self._begun: Counter[int] = Counter()
         self._written: Counter[int] = Counter()
         self._awaited: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
-        """Parts so far, by peer: two counts of those that go there, and two of those that come from there."""
+        """Parts so far, by peer: sent ones begun and written, received ones awaited and arrived."""
 
     def add_tracer(self, tracer: TracerFactory | None) -> None:
-        """Tell somebody of every transfer that begins, here and beyond."""
+        """Trace every transfer from now on, those of the fallback included."""
         self._tracer_factory = tracer
-        self._beyond.add_tracer(tracer)
+        self._fallback.add_tracer(tracer)
 
     def all_to_all(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str
@@ -89,70 +91,72 @@ class OneSided(Transport):
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         tracer = self._tracer_factory(name, rows.nbytes) if self._tracer_factory is not None else None
         rows = rows.contiguous()
-        with self.peers.during(name):
-            out = self._memory.room(rows, sum(receive))
-        mine, theirs = rows.split(list(send)), out.split(list(receive))
-        far = self._send_far(mine, theirs, name)
-        with self.peers.during(name), self._memory.moving():
+        with self.peers.guard(name):
+            out = self._memory.allocate(rows, sum(receive))
+        outgoing, incoming = rows.split(list(send)), out.split(list(receive))
+        complete_far = self._send_far(outgoing, incoming, name)
+        with self.peers.guard(name), self._memory.copy_context():
             for peer in self._near:
-                if theirs[peer].numel():
-                    self._memory.offer(peer, theirs[peer].view(-1).view(torch.uint8))
+                if incoming[peer].numel():
+                    self._memory.offer(peer, incoming[peer].view(-1).view(torch.uint8))
                     self._awaited[peer] += 1
-                if mine[peer].numel():
-                    self._going[peer].append(mine[peer].view(-1).view(torch.uint8))
+                if outgoing[peer].numel():
+                    self._unwritten[peer].append(outgoing[peer].view(-1).view(torch.uint8))
                     self._begun[peer] += 1
-            theirs[self.peers.rank].copy_(mine[self.peers.rank], non_blocking=True)
-            self._write_what_is_offered()
-        ends = partial(self._finish, self._begun.copy(), self._awaited.copy(), far)
-        return PendingWork(name, self, tracer, ends, lambda: out)
+            incoming[self.peers.rank].copy_(outgoing[self.peers.rank], non_blocking=True)
+            self._write_offered()
+        block = partial(self._finish, self._begun.copy(), self._awaited.copy(), complete_far)
+        return PendingWork(name, self, tracer, block, lambda: out)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Work[Tensor]:
-        """Add up values over all ranks, in place."""
-        return self._beyond.all_reduce(values, name=name)
+        """Sum values over all ranks, in place."""
+        return self._fallback.all_reduce(values, name=name)
 
     def busy(self, rate: float = 0.0) -> bool:
-        """Whether anything goes beyond; what is near is written by whoever begins a transfer or waits for it."""
-        return self._beyond.busy(rate)
+        """Return whether the fallback may be moving bytes; the caller itself writes to near ranks."""
+        return self._fallback.busy(rate)
 
-    def _finish(self, begun: Counter[int], awaited: Counter[int], far: _Place | None, seconds: float) -> None:
-        """Write so many parts to each peer, wait for so many of each, and put in place what comes from afar."""
+    def _finish(
+        self, begun: Counter[int], awaited: Counter[int], complete_far: _Completion | None, seconds: float
+    ) -> None:
+        """Write and await so many parts of each peer, then complete the transfer of far ranks."""
         until = time.monotonic() + seconds
-        with self._memory.moving():
-            self._write_what_is_offered()
+        with self._memory.copy_context():
+            self._write_offered()
             for peer in self._near:
                 while self._written[peer] < begun[peer]:
                     self._write(peer, until)
             for peer in reversed(self._near):
                 while self._arrived[peer] < awaited[peer]:
-                    self._memory.wait(peer, until=until)
+                    self._memory.wait_filled(peer, until=until)
                     self._arrived[peer] += 1
         self._memory.wait_for_copies()
-        if far is not None:
-            far()
+        if complete_far is not None:
+            complete_far()
 
-    def _write_what_is_offered(self) -> None:
+    def _write_offered(self) -> None:
         for peer in self._near:
-            while self._going[peer] and self._memory.offered(peer):
+            while self._unwritten[peer] and self._memory.has_offer(peer):
                 self._write(peer, time.monotonic())
 
     def _write(self, peer: int, until: float) -> None:
-        """The oldest part for a peer, to where it wants it."""
-        place = self._memory.take(peer, until=until)
-        place.copy_(self._going[peer].popleft(), non_blocking=True)
-        self._memory.filled(peer)
+        """Write the oldest part for a peer to its buffer."""
+        buffer = self._memory.take(peer, until=until)
+        buffer.copy_(self._unwritten[peer].popleft(), non_blocking=True)
+        self._memory.signal_filled(peer)
         self._written[peer] += 1
 
-    def _send_far(self, mine: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> _Place | None:
-        """Begin what goes to ranks beyond this memory, if there are any; gives what puts in place what comes."""
+    def _send_far(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], name: str) -> _Completion | None:
+        """Start the transfer of ranks outside this memory, if any; return the callback that stores what arrives."""
         far = [rank for rank, near in enumerate(self._is_near) if not near]
         if not far:
             return None
-        sides = ([len(part) * (rank in far) for rank, part in enumerate(parts)] for parts in (mine, theirs))
-        arriving = self._beyond.all_to_all(torch.cat([mine[rank] for rank in far]), *sides, name=name)
+        counts = ([len(part) * (rank in far) for rank, part in enumerate(parts)] for parts in (outgoing, incoming))
+        work = self._fallback.all_to_all(torch.cat([outgoing[rank] for rank in far]), *counts, name=name)
 
-        def place() -> None:
-            pieces = arriving.wait().split([len(theirs[rank]) for rank in far])
-            for rank, piece in zip(far, pieces, strict=True):
-                theirs[rank].copy_(piece)
+        def complete() -> None:
+            received = work.wait().split([len(incoming[rank]) for rank in far])
+            for rank, part in zip(far, received, strict=True):
+                incoming[rank].copy_(part)
 
-        return place
+        return complete

@@ -1,8 +1,7 @@
-"""Short messages between the processes of a host, by sockets that no file system knows.
+"""Short messages between the processes of a host, over Unix sockets in the abstract namespace.
 
-They are what symmetric memory needs beside the memory: who waits sleeps, a message may hand over a file descriptor, and
-the kernel closes the sockets of a process that dies, so its peers see that at once. Whoever leaves in peace says
-goodbye.
+Symmetric memory uses them for offers and signals: a waiting rank sleeps, a message can carry a file descriptor, and the
+kernel closes the sockets of a process that dies, so peers notice at once. A clean exit sends a goodbye first.
 """
 
 import secrets
@@ -19,135 +18,135 @@ from weakref import finalize
 from freescale.transport.base import POLL_SECONDS, Peers
 
 _TOKEN_BYTES = 16
-_FORM = struct.Struct("<cqqq")
+_FORMAT = struct.Struct("<cqqq")
 _GOODBYE = b"-"
 
 
 class Message(NamedTuple):
-    """What a peer says: a letter, up to three numbers, and perhaps the descriptor of some memory."""
+    """A message of a peer: a tag, three integers, and optionally a file descriptor."""
 
     peer: int
-    what: bytes
+    tag: bytes
     numbers: tuple[int, int, int]
-    memory: int | None
+    descriptor: int | None
 
 
 class PeerSockets:
-    """A socket to every other of some ranks of a host. All of them must come here, once per `name`."""
+    """A socket to each of some other ranks of a host. Collective: construct it on all of them, once per `name`."""
 
     def __init__(
-        self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float, hear: Callable[[Message], None]
+        self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float, on_message: Callable[[Message], None]
     ) -> None:
-        self._sockets = _Meeting(peers, ranks, name=name, timeout=timeout).sockets
-        self._peers, self._hear = peers, hear
+        self._sockets = _Connector(peers, ranks, name=name, timeout=timeout).sockets
+        self._peers, self._on_message = peers, on_message
         self._said_goodbye: set[int] = set()
-        self._left: set[int] = set()
-        self._peer_of = {link.fileno(): peer for peer, link in self._sockets.items()}
+        self._closed: set[int] = set()
+        self._peer_of = {connection.fileno(): peer for peer, connection in self._sockets.items()}
         self._poll = select.poll()
         for number in self._peer_of:
             self._poll.register(number, select.POLLIN)
-        finalize(self, _say_goodbye, self._sockets)  # also when the interpreter ends
+        finalize(self, _send_goodbye, self._sockets)  # also at interpreter exit
 
-    def say(self, peer: int, what: bytes, *numbers: int, memory: int | None = None) -> None:
+    def send(self, peer: int, tag: bytes, *numbers: int, descriptor: int | None = None) -> None:
         """Send a message."""
-        message = _FORM.pack(what, *numbers, *[0] * (3 - len(numbers)))
+        message = _FORMAT.pack(tag, *numbers, *[0] * (3 - len(numbers)))
         try:
-            if memory is None:
+            if descriptor is None:
                 self._sockets[peer].send(message)
             else:
-                socket.send_fds(self._sockets[peer], [message], [memory])
+                socket.send_fds(self._sockets[peer], [message], [descriptor])
         except OSError as error:
             raise RuntimeError(f"rank {peer} is gone") from error
 
-    def say_to_all(self, what: bytes, *numbers: int, memory: int | None = None) -> None:
+    def broadcast(self, tag: bytes, *numbers: int, descriptor: int | None = None) -> None:
         """Send a message to every peer."""
         for peer in self._sockets:
-            self.say(peer, what, *numbers, memory=memory)
+            self.send(peer, tag, *numbers, descriptor=descriptor)
 
-    def wait_until(self, there: Callable[[], bool], peer: int, until: float) -> None:
-        """Take in messages until what a peer has to say is there; fails at a moment of the monotonic clock."""
-        while not there():
-            if peer in self._left:
+    def wait_until(self, condition: Callable[[], bool], peer: int, until: float) -> None:
+        """Receive messages until a condition on a peer holds; fail at a time of the monotonic clock."""
+        while not condition():
+            if peer in self._closed:
                 raise RuntimeError(f"rank {peer} has left")
-            if not self.listen(min(POLL_SECONDS, until - time.monotonic())):
+            if not self.poll(min(POLL_SECONDS, until - time.monotonic())):
                 if time.monotonic() >= until:
-                    raise RuntimeError(f"rank {peer} said nothing in time")
+                    raise RuntimeError(f"rank {peer} sent nothing in time")
                 self._peers.raise_if_peer_failed()
 
-    def listen(self, seconds: float = 0.0) -> bool:
-        """Take in a message of each peer that has one, waiting so long at most; gives whether any had."""
-        heard = self._poll.poll(max(0.0, seconds) * 1e3)
-        for number, _ in heard:
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Receive one message of each peer that has one, waiting at most so long; return whether any had."""
+        ready = self._poll.poll(max(0.0, seconds) * 1e3)
+        for number, _ in ready:
             peer = self._peer_of[number]
-            said, memories = b"", []
-            with suppress(ConnectionError):  # it died with something unread
-                said, memories, _, _ = socket.recv_fds(self._sockets[peer], _FORM.size, 1)
-            if not said:
+            data, descriptors = b"", []
+            with suppress(ConnectionError):  # it died with unread data
+                data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _FORMAT.size, 1)
+            if not data:
                 self._poll.unregister(number)
-                self._left.add(peer)
-                if peer not in self._said_goodbye:  # who went without a word has died, and nobody here can go on
+                self._closed.add(peer)
+                if peer not in self._said_goodbye:  # it died, so no transfer can complete
                     raise RuntimeError(f"rank {peer} is gone")
                 continue
-            what, *numbers = _FORM.unpack(said)
-            if what == _GOODBYE:
+            tag, *numbers = _FORMAT.unpack(data)
+            if tag == _GOODBYE:
                 self._said_goodbye.add(peer)
             else:
-                self._hear(Message(peer, what, (numbers[0], numbers[1], numbers[2]), *memories or [None]))
-        return bool(heard)
+                self._on_message(Message(peer, tag, (numbers[0], numbers[1], numbers[2]), *descriptors or [None]))
+        return bool(ready)
 
 
-def _say_goodbye(sockets: Mapping[int, socket.socket]) -> None:
-    for link in sockets.values():
-        with suppress(OSError):  # it left before
-            link.send(_FORM.pack(_GOODBYE, 0, 0, 0))
-        link.close()
+def _send_goodbye(sockets: Mapping[int, socket.socket]) -> None:
+    for connection in sockets.values():
+        with suppress(OSError):  # the peer exited before
+            connection.send(_FORMAT.pack(_GOODBYE, 0, 0, 0))
+        connection.close()
 
 
-class _Meeting:
-    """Every rank connects with every other, once."""
+class _Connector:
+    """Connects every rank with every other."""
 
     def __init__(self, peers: Peers, ranks: Sequence[int], *, name: str, timeout: float) -> None:
         self.sockets: dict[int, socket.socket] = {}
         self._peers, self._until = peers, time.monotonic() + timeout
         self._keys = {rank: f"freescale/shared memory/{name}/{rank}" for rank in ranks}
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        with _socket() as door, peers.during("sharing memory"):
-            door.bind("")  # the kernel finds a name that is free, and no file system knows it
-            door.listen(len(ranks))
-            peers.store.set(self._keys[peers.rank], (door.getsockname() + self._token).hex())
+        with _new_socket() as listener, peers.guard("sharing memory"):
+            listener.bind("")  # the kernel picks a free abstract name
+            listener.listen(len(ranks))
+            peers.store.set(self._keys[peers.rank], (listener.getsockname() + self._token).hex())
             for peer in ranks:
                 if peer < peers.rank:
-                    self._visit(peer)
+                    self._connect(peer)
             while len(self.sockets) < len(ranks) - 1:
-                self._let_in(door)
-        for link in self.sockets.values():
-            link.settimeout(timeout)
+                self._accept(listener)
+        for connection in self.sockets.values():
+            connection.settimeout(timeout)
 
-    def _visit(self, peer: int) -> None:
-        """Go to a rank below, and show what only ranks of this run can know."""
-        self._peers.store.wait([self._keys[peer]], timedelta(seconds=self._left()))
-        said = bytes.fromhex(self._peers.store.get(self._keys[peer]).decode())
-        link = _socket()
-        link.settimeout(self._left())
-        link.connect(said[:-_TOKEN_BYTES])
-        link.send(struct.pack("q", self._peers.rank) + said[-_TOKEN_BYTES:])
-        self.sockets[peer] = link
+    def _connect(self, peer: int) -> None:
+        """Connect to a lower rank and present its token from the store."""
+        self._peers.store.wait([self._keys[peer]], timedelta(seconds=self._remaining()))
+        address = bytes.fromhex(self._peers.store.get(self._keys[peer]).decode())
+        connection = _new_socket()
+        connection.settimeout(self._remaining())
+        connection.connect(address[:-_TOKEN_BYTES])
+        connection.send(struct.pack("q", self._peers.rank) + address[-_TOKEN_BYTES:])
+        self.sockets[peer] = connection
 
-    def _let_in(self, door: socket.socket) -> None:
-        """Open to whoever comes from above. Any process of the host may knock, so strangers are turned away."""
-        door.settimeout(self._left())
-        link, _ = door.accept()
-        link.settimeout(self._left())
-        said = link.recv(8 + _TOKEN_BYTES)
-        if secrets.compare_digest(said[8:], self._token):
-            self.sockets[struct.unpack("q", said[:8])[0]] = link
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a higher rank. Any process of the host can connect, so a wrong token is rejected."""
+        listener.settimeout(self._remaining())
+        connection, _ = listener.accept()
+        connection.settimeout(self._remaining())
+        hello = connection.recv(8 + _TOKEN_BYTES)
+        if secrets.compare_digest(hello[8:], self._token):
+            self.sockets[struct.unpack("q", hello[:8])[0]] = connection
         else:
-            link.close()
+            connection.close()
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return max(0.01, self._until - time.monotonic())
 
 
-def _socket() -> socket.socket:
-    """One that keeps messages apart."""
+def _new_socket() -> socket.socket:
+    """Return a Unix socket that keeps message boundaries."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Who takes part in a run, and which of them this process is."""
+"""The ranks of a run: initializes process groups and describes them from one rank."""
 
 import contextlib
 import hashlib
@@ -23,12 +23,12 @@ from freescale.transport.base import POLL_SECONDS, Peers
 from freescale.transport.c10d import C10d
 
 _SLACK_SECONDS = 1.0
-"""Beyond the timeout, for those who keep it by themselves."""
+"""Time beyond the timeout for calls that enforce it themselves."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them."""
+    """The ranks of a run, seen from one of them."""
 
     rank: int
     world_size: int
@@ -38,24 +38,24 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process speaks for all."""
+        """Return whether this rank writes logs and files for all."""
         return self.rank == 0
 
 
 def restart_count() -> int:
-    """How often a launcher has started these ranks again."""
+    """Return how often a launcher has restarted these ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def store_prefix(restart_count: int) -> str:
-    """Under which ranks of a generation leave what they tell each other."""
+    """Return the store prefix of a start, so that a restart does not see keys of an earlier one."""
     return f"freescale/{restart_count}"
 
 
 def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) -> World:
-    """Form the group with the other ranks, as the launcher's variables say; alone where there is none.
+    """Initialize the default process group from torchrun's or SLURM's environment; with one rank if there is none.
 
-    Without a device it is the GPU, where there is one.
+    `device`: by default the GPU, if there is one.
     """
     rank, world_size, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local)
     store: dist.Store = dist.HashStore() if world_size == 1 else _store(rank, world_size, timeout)
     backend = "nccl" if place.type == "cuda" else "gloo"
-    with _in_time(Peers(rank, world_size, store), "joining the group", timeout):
+    with _exit_on_hang(Peers(rank, world_size, store), "joining the group", timeout):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
@@ -75,7 +75,7 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
 
 
 def _share_cores(world_size: int, local: int) -> None:
-    """Give every rank of this host its share of the cores, unless the user says how many threads a rank has."""
+    """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS is set."""
     cores = len(os.sched_getaffinity(0))
     if world_size > cores and local == 0:
         warning_once(
@@ -86,21 +86,21 @@ def _share_cores(world_size: int, local: int) -> None:
 
 
 def from_group(group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> World:
-    """The ranks of a group that somebody else made."""
+    """Describe an existing process group."""
     store = dist.distributed_c10d._get_default_store()
     return World(group.rank(), group.size(), device, group, C10d(group, store, timeout=timeout))
 
 
 def new_group(*, timeout: float) -> C10d:
-    """Transfers between CPUs in a group of their own, which may go on beside those of training. All ranks must come."""
+    """Create a gloo group of all ranks for transfers concurrent with training. Collective."""
     store = dist.distributed_c10d._get_default_store()
     return clone_group(C10d(_world_group(), store, timeout=timeout), backend="gloo")
 
 
 def clone_group(transport: C10d, *, backend: str | None = None) -> C10d:
-    """Transfers between the same ranks in another group, which neither wait for nor hold up those of the first."""
+    """Create another group of the same ranks, whose transfers are independent of the first. Collective."""
     ranks, timeout = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.timeout)
-    with _in_time(transport.peers, "opening a group", transport.timeout):
+    with _exit_on_hang(transport.peers, "opening a group", transport.timeout):
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
     return C10d(group, transport.peers.store, timeout=transport.timeout)
@@ -112,31 +112,31 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def host_of_each_rank(transport: C10d) -> NDArray[np.int64]:
-    """Of each rank, the number of its host. Namespaces of a machine that cannot reach each other are hosts too."""
+    """Return the host number of each rank. A network namespace counts as a host. Collective."""
     own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
     names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait().cpu().numpy()
     return np.unique(names, return_inverse=True)[1].ravel()
 
 
 def destroy_world() -> None:
-    """End the group, so that no rank is left waiting."""
+    """Destroy the default process group."""
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _in_time(peers: Peers, operation: str, timeout: float) -> Iterator[None]:
-    """Guard what connects ranks. If one dies amid it gloo may never end and cannot be stopped: the process ends."""
+def _exit_on_hang(peers: Peers, operation: str, timeout: float) -> Iterator[None]:
+    """Guard calls that connect ranks. If a rank dies meanwhile, gloo may hang forever: then the process exits."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(peers, operation, timeout, ended), daemon=True).start()
-    with peers.during(operation):
+    threading.Thread(target=_watchdog, args=(peers, operation, timeout, ended), daemon=True).start()
+    with peers.guard(operation):
         try:
             yield
         finally:
             ended.set()
 
 
-def _watch(peers: Peers, operation: str, timeout: float, ended: threading.Event) -> None:
-    """End the process if it is stuck after the timeout, or when another rank has given up."""
+def _watchdog(peers: Peers, operation: str, timeout: float, ended: threading.Event) -> None:
+    """Exit the process if the call hangs beyond the timeout, or when another rank failed."""
     until = time.monotonic() + timeout + _SLACK_SECONDS
     stuck: Exception | None = None
     while stuck is None:
@@ -148,15 +148,15 @@ def _watch(peers: Peers, operation: str, timeout: float, ended: threading.Event)
             stuck = error
         if time.monotonic() > until:
             stuck = RuntimeError("gloo did not end in time")
-    if ended.wait(POLL_SECONDS / 2):  # it was about to fail by itself
+    if ended.wait(POLL_SECONDS / 2):  # the call fails by itself
         return
-    error = peers.failure(operation, stuck)
+    error = peers.transport_error(operation, stuck)
     logger.error("%s", error)
     os._exit(error.exit_code)
 
 
 def _host() -> str:
-    """The running system and its network, which sockets without a file belong to."""
+    """Return an id of the boot and the network namespace, which scopes abstract sockets."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return boot + os.readlink("/proc/self/ns/net")
@@ -178,7 +178,7 @@ def _store(rank: int, world_size: int, timeout: float) -> dist.Store:
     if not host:
         remedy = "in the job script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
         raise UsageError("several ranks were started, but MASTER_ADDR does not say where they meet", remedy=remedy)
-    # torchrun's own store is there already, and then nobody here serves one.
+    # torchrun's agent already serves a store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), world_size, serves, timedelta(seconds=timeout), wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""A run of any number of ranks that nobody had to train: whole steps with unequal work, as a recorder writes them."""
+"""Synthetic steps of any number of ranks with unequal work, as a recorder writes them."""
 
 import numpy as np
 

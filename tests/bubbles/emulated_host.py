@@ -1,4 +1,4 @@
-"""One rank on a host of its own: run by `test_clock` as a process, in whatever time namespace that was given."""
+"""One rank on its own host: `test_clock` runs it as a process in a time namespace."""
 
 import json
 import os

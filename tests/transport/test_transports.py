@@ -1,4 +1,4 @@
-"""Promise: rows arrive as they were sent whichever way they take, and a rank that is gone is named in time."""
+"""Every transport delivers rows unchanged, and names a lost rank in time."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch
 
 from freescale.errors import TransportError
 from tests.support.ranks import Ranks, World
-from tests.transport.ways import DEADLINE, WAYS, way
+from tests.transport.transports import TIMEOUT, TRANSPORTS, transport_named
 
 DTYPES = (
     torch.float32,
@@ -26,7 +26,7 @@ DTYPES = (
 
 
 def exchanges(world: World, name: str, seeds: range) -> list[int]:
-    """Random uneven splits, zeros and single rows among them; gives the seeds whose rows are not those of gloo."""
+    """Random uneven splits, zeros and single rows among them; return the seeds whose rows differ from gloo's."""
     return [seed for seed in seeds if not same_as_gloo(world, name, seed)]
 
 
@@ -40,25 +40,25 @@ def same_as_gloo(world: World, name: str, seed: int) -> bool:
     send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
     size = (sum(send), *shape)
     rows = torch.from_numpy(random.integers(0, 2 if dtype == torch.bool else 200, size)).to(dtype)
-    expected = way(world, "c10d").all_to_all(rows, send, receive, name="expected").wait()
-    got = way(world, name).all_to_all(rows, send, receive, name="rows").wait()
+    expected = transport_named(world, "c10d").all_to_all(rows, send, receive, name="expected").wait()
+    got = transport_named(world, name).all_to_all(rows, send, receive, name="rows").wait()
     return got.dtype == expected.dtype and torch.equal(got, expected)
 
 
 def several_at_once(world: World, name: str) -> bool:
-    """Begin three, and wait for the last one first."""
-    transport = way(world, name)
+    """Start three transfers and wait for the last one first."""
+    transport = transport_named(world, name)
     counts = [40_000] * world.ranks
     rows = [torch.arange(40_000 * world.ranks) * (k + 1) + world.rank for k in range(3)]
-    begun = [transport.all_to_all(one, counts, counts, name=f"rows {k}") for k, one in enumerate(rows)]
-    begun = [one.wait() for one in reversed(begun)][::-1]
-    mine = torch.arange(40_000) + 40_000 * world.rank
-    return all(torch.equal(got[:40_000], mine * (k + 1)) for k, got in enumerate(begun))
+    begun = [transport.all_to_all(values, counts, counts, name=f"rows {k}") for k, values in enumerate(rows)]
+    results = [work.wait() for work in reversed(begun)][::-1]
+    expected = torch.arange(40_000) + 40_000 * world.rank
+    return all(torch.equal(got[:40_000], expected * (k + 1)) for k, got in enumerate(results))
 
 
 def gathered(world: World, name: str) -> bool:
-    """Values of all ranks, one without any among them."""
-    transport = way(world, name)
+    """Gather values of several shapes, an empty one included."""
+    transport = transport_named(world, name)
     for shape in ((3,), (2, 5), (0, 4), ()):
         got = transport.all_gather(torch.full(shape, float(world.rank)), name="values").wait()
         expected = torch.stack([torch.full(shape, float(rank)) for rank in range(world.ranks)])
@@ -67,9 +67,9 @@ def gathered(world: World, name: str) -> bool:
     return True
 
 
-def exchange_until_told(world: World, name: str) -> str:
-    """Go on exchanging for ever; gives what this rank was told when that ended."""
-    transport = way(world, name)
+def exchange_until_error(world: World, name: str) -> str:
+    """Exchange until an error; return its message."""
+    transport = transport_named(world, name)
     counts = [50_000] * world.ranks
     rows = torch.zeros(50_000 * world.ranks)
     try:
@@ -86,35 +86,35 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     started.close()
 
 
-@pytest.mark.parametrize("name", WAYS[1:])
-def test_rows_arrive_as_gloo_brings_them(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS[1:])
+def test_rows_equal_those_of_gloo(ranks: Ranks, name: str) -> None:
     assert ranks.run(exchanges, name, range(60)) == [[]] * len(ranks.processes)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_transfers_may_be_awaited_in_any_order(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_transfers_can_be_awaited_in_any_order(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(several_at_once, name))
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_gathers_hold_every_rank(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_all_gather_returns_values_of_every_rank(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(gathered, name))
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_a_rank_killed_amid_transfers_is_named_by_all_others(name: str) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_all_ranks_name_a_rank_killed_during_transfers(name: str) -> None:
     started = Ranks(4)
     try:
         started.run(several_at_once, name)  # all are connected
-        started.send(exchange_until_told, name)
+        started.send(exchange_until_error, name)
         time.sleep(0.5)
         pid = started.processes[3].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         begin = time.monotonic()
-        told = [started.result(rank) for rank in range(3)]
-        assert time.monotonic() - begin < DEADLINE + 6  # and a moment in which they ask who is there
-        for text in told:
+        messages = [started.result(rank) for rank in range(3)]
+        assert time.monotonic() - begin < TIMEOUT + 6  # and the grace period
+        for text in messages:
             assert "rows of a step failed on rank" in text
             assert "ranks that do not answer: 3" in text
     finally:

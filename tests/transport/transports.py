@@ -1,4 +1,4 @@
-"""Every way to move rows that a CPU has, for tests that promise the same of all."""
+"""All transports that run on CPUs, for tests that hold for each."""
 
 import torch.distributed as dist
 
@@ -9,25 +9,25 @@ from freescale.transport.one_sided import OneSided
 from freescale.transport.shared_memory import SharedMemory
 from tests.support.ranks import World
 
-WAYS = ("c10d", "host_staged", "shared_memory", "two_hosts")
-"""`two_hosts`: half of the ranks share one memory, half another, and what goes between them is staged."""
-DEADLINE = 6.0
-_made: dict[str, Transport] = {}
-"""Ranks of a test serve many of them, and memory is shared once per name."""
+TRANSPORTS = ("c10d", "host_staged", "shared_memory", "two_hosts")
+"""`two_hosts`: each half of the ranks shares memory, and traffic between the halves is chunked."""
+TIMEOUT = 6.0
+_created: dict[str, Transport] = {}
+"""Created once per process: ranks serve many tests, and memory is shared once per name."""
 
 
-def way(world: World, name: str) -> Transport:
-    """A transport over all ranks; made once."""
-    if name not in _made:
+def transport_named(world: World, name: str) -> Transport:
+    """Return a transport over all ranks."""
+    if name not in _created:
         assert dist.group.WORLD is not None
-        group = C10d(dist.group.WORLD, world.store, timeout=DEADLINE)
-        _made[name] = {
+        group = C10d(dist.group.WORLD, world.store, timeout=TIMEOUT)
+        _created[name] = {
             "c10d": lambda: group,
             "host_staged": lambda: ChunkedTransport(group),
             "shared_memory": lambda: OneSided(_memory(group, name, range(world.ranks)), group),
             "two_hosts": lambda: OneSided(_memory(group, name, _same_half(world)), ChunkedTransport(group)),
         }[name]()
-    return _made[name]
+    return _created[name]
 
 
 def _memory(group: C10d, name: str, ranks: range) -> SharedMemory:

@@ -1,4 +1,4 @@
-"""Promise: all ranks take the way that measures best, and what is not possible is refused with the reason."""
+"""All ranks select the transport that measures best, and an unavailable one is refused with the reason."""
 
 import sys
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ TABLE = [
 ]
 
 
-def said(world: World, urgent: str, deferred: str) -> list[str]:
+def selection_reasons(world: World, urgent: str, deferred: str) -> list[str]:
     config = TransportConfig(urgent=urgent, deferred=deferred)  # type: ignore[arg-type]
     return select_transports(joined(world), config, deferred=True).reasons
 
@@ -33,22 +33,22 @@ def refused(world: World) -> str:
 
 
 def across_hosts(world: World) -> tuple[list[str], bool]:
-    """Which ways two hosts with two ranks each have, and whether rows arrive through memory here and by gloo there."""
-    ways = TransportFactory(joined(world))
-    transport = ways.create("shared_memory")
+    """Return the transports of two hosts with two ranks each, and whether rows arrive by shared memory and gloo."""
+    factory = TransportFactory(joined(world))
+    transport = factory.create("shared_memory")
     counts = [5 + rank for rank in range(world.ranks)]
     rows = torch.cat([torch.full((n,), 10 * world.rank + to) for to, n in enumerate(counts)])
     receive = [counts[world.rank]] * world.ranks
     got = transport.all_to_all(rows, counts, receive, name="rows").wait()
     expected = torch.arange(world.ranks).mul(10).add(world.rank).repeat_interleave(counts[world.rank])
-    return ways.available, torch.equal(got, expected)
+    return factory.available, torch.equal(got, expected)
 
 
 def loads_copy_engine(world: World) -> bool:
-    """Whether opening every possible way loads the one that speaks to CUDA."""
-    ways = TransportFactory(joined(world))
-    for name in ways.available:
-        ways.create(name)
+    """Return whether creating every available transport imports the CUDA-only one."""
+    factory = TransportFactory(joined(world))
+    for name in factory.available:
+        factory.create(name)
     return "freescale.transport.copy_engine" in sys.modules
 
 
@@ -63,47 +63,47 @@ def two() -> Iterator[Ranks]:
     started.close()
 
 
-def test_what_is_urgent_takes_the_quickest_way_and_what_is_deferred_the_one_that_costs_compute_least() -> None:
+def test_urgent_uses_the_fastest_transport_and_deferred_the_one_that_costs_the_least_compute() -> None:
     assert best_transport(TABLE, "urgent") == "shared_memory"
     assert best_transport(TABLE, "deferred") == "host_staged"
     assert "1024 KiB" in explain("urgent", "shared_memory", TABLE)
 
 
-def test_little_better_is_not_better() -> None:
+def test_c10d_stays_unless_another_transport_is_clearly_faster() -> None:
     close = [TransportTiming("c10d", 1, 1.0, 1.0), TransportTiming("shared_memory", 1, 0.95, 0.95)]
     assert {best_transport(close, lane) for lane in ("urgent", "deferred")} == {"c10d"}
     assert best_transport([], "urgent") == "c10d"
 
 
-def test_all_ranks_choose_alike_and_say_why(two: Ranks) -> None:
-    one, other = two.run(said, "auto", "auto")
+def test_all_ranks_select_alike_and_give_the_reason(two: Ranks) -> None:
+    one, other = two.run(selection_reasons, "auto", "auto")
     assert one == other
     assert "transport: urgent by" in one[0]
     assert "shared_memory" in one[0]
-    assert two.run(said, "shared_memory", "host_staged")[0] == [
+    assert two.run(selection_reasons, "shared_memory", "host_staged")[0] == [
         "transport: urgent by shared_memory",
         "transport: deferred by host_staged",
     ]
 
 
-def test_a_way_that_is_not_possible_is_refused_with_the_reason(two: Ranks) -> None:
+def test_an_unavailable_transport_is_refused_with_the_reason(two: Ranks) -> None:
     for text in two.run(refused):
         assert "copy_engine is not possible here: the rows are not on a GPU" in text
         assert "choose auto or one of c10d, host_staged, shared_memory" in text
 
 
-def test_ranks_of_one_host_share_memory_and_what_goes_to_other_hosts_does_not() -> None:
+def test_ranks_of_one_host_use_shared_memory_and_fall_back_between_hosts() -> None:
     with lab(2) as hosts:
         ranks = Ranks(4, hosts)
         try:
-            for possible, arrived in ranks.run(across_hosts):
-                assert possible == ["c10d", "host_staged", "shared_memory"]
+            for available, arrived in ranks.run(across_hosts):
+                assert available == ["c10d", "host_staged", "shared_memory"]
                 assert arrived
         finally:
             ranks.close()
 
 
-def test_ranks_with_a_host_each_share_no_memory() -> None:
+def test_ranks_on_separate_hosts_share_no_memory() -> None:
     with lab(2) as hosts:
         ranks = Ranks(2, hosts)
         try:
@@ -112,5 +112,5 @@ def test_ranks_with_a_host_each_share_no_memory() -> None:
             ranks.close()
 
 
-def test_without_a_gpu_no_rank_loads_the_code_of_the_copy_engines(two: Ranks) -> None:
+def test_copy_engine_is_not_imported_without_a_gpu(two: Ranks) -> None:
     assert two.run(loads_copy_engine) == [False, False]

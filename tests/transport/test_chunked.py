@@ -1,4 +1,4 @@
-"""Promise: what is deferred arrives as it was sent, in pieces, and none begins while something urgent is under way."""
+"""Deferred transfers arrive unchanged, and none of their chunks starts while an urgent transfer is in flight."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.transport import chunked as pieces
+from freescale.transport import chunked
 from freescale.transport.base import Work
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
@@ -19,15 +19,15 @@ from tests.support.ranks import Ranks, World
 
 
 def lanes(world: World) -> tuple[C10d, C10d]:
-    """What is urgent, and another group for what is not."""
+    """Return the urgent group and a deferred one."""
     assert dist.group.WORLD is not None
     urgent = C10d(dist.group.WORLD, world.store, timeout=60.0)
     return urgent, clone_group(urgent)
 
 
-def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
-    """Random uneven splits, zeros among them, in pieces of some bytes; every row says who sent it, and to whom."""
-    pieces.CHUNK_BYTES["cpu"] = piece_bytes
+def exchange(world: World, seeds: int, chunk_bytes: int) -> bool:
+    """Random uneven splits, zeros among them, in chunks of some bytes; every row encodes its sender and receiver."""
+    chunked.CHUNK_BYTES["cpu"] = chunk_bytes
     urgent, deferred = lanes(world)
     transport = ChunkedTransport(deferred, urgent=urgent)
     for seed in range(seeds):
@@ -44,8 +44,8 @@ def exchange(world: World, seeds: int, piece_bytes: int) -> bool:
     return True
 
 
-class Unmeasured:
-    """A piece that nobody measures."""
+class NullTracer:
+    """A tracer that records nothing."""
 
     def on_wait(self) -> None:
         pass
@@ -54,8 +54,8 @@ class Unmeasured:
         pass
 
 
-class Asked(C10d):
-    """Urgent transfers that count how often somebody looks whether one is under way, and finds that one is."""
+class CountingC10d(C10d):
+    """Urgent transfers that count how often `busy` returns true."""
 
     def __init__(self, like: C10d) -> None:
         super().__init__(like.group, like.peers.store, timeout=like.timeout)
@@ -69,26 +69,26 @@ class Asked(C10d):
         return busy
 
 
-def gives_way(world: World, transfer: str) -> list[bool]:
-    """Whether something urgent was under way as each piece of something deferred began, on rank 0.
+def yields(world: World, transfer: str) -> list[bool]:
+    """Return, on rank 0, whether an urgent transfer was in flight as each chunk of a deferred one began.
 
-    Rank 0 begins something urgent before a given piece. Rank 1 joins that only when rank 0 has looked for it 20 times,
-    or has begun another piece: what is urgent is under way for as long as it takes to see what rank 0 does.
+    Rank 0 starts an urgent transfer before a given chunk. Rank 1 joins it only after rank 0 has polled it 20 times or
+    has started another chunk, so the urgent transfer is in flight long enough to see what rank 0 does.
     """
-    pieces.CHUNK_BYTES["cpu"] = 800
+    chunked.CHUNK_BYTES["cpu"] = 800
     plain, deferred = lanes(world)
-    urgent = Asked(plain)
+    urgent = CountingC10d(plain)
     transport = ChunkedTransport(deferred, urgent=urgent)
     begun: list[bool] = []
     moving: list[Work[torch.Tensor]] = []
 
-    def piece_begins(_name: str, _size: int) -> Unmeasured:
+    def on_chunk(_name: str, _size: int) -> NullTracer:
         begun.append(C10d.busy(urgent))
         if moving:
             world.store.set("deferred has had its chance", "1")
         elif transfer == "all_to_all" and len(begun) == 2:
             moving.append(urgent.all_reduce(torch.ones(1), name="urgent"))
-        return Unmeasured()
+        return NullTracer()
 
     def defer() -> None:
         if transfer == "all_reduce":
@@ -99,7 +99,7 @@ def gives_way(world: World, transfer: str) -> list[bool]:
     world.store.delete_key("deferred has had its chance")
     plain.sum(0, name="both are here")
     if world.rank == 0:
-        transport.add_tracer(piece_begins)
+        transport.add_tracer(on_chunk)
         if transfer == "all_reduce":
             moving.append(urgent.all_reduce(torch.ones(1), name="urgent"))
         defer()
@@ -120,38 +120,38 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     started.close()
 
 
-@pytest.mark.parametrize("piece_bytes", [24, 200, 1 << 20])
-def test_rows_arrive_in_order_whatever_the_pieces(ranks: Ranks, piece_bytes: int) -> None:
-    assert all(ranks.run(exchange, 6, piece_bytes))
+@pytest.mark.parametrize("chunk_bytes", [24, 200, 1 << 20])
+def test_rows_arrive_in_order_for_any_chunk_size(ranks: Ranks, chunk_bytes: int) -> None:
+    assert all(ranks.run(exchange, 6, chunk_bytes))
 
 
-@pytest.mark.parametrize(("transfer", "pieces_of_it"), [("all_to_all", 5), ("all_reduce", 1)])
-def test_deferred_traffic_gives_way_to_urgent_traffic(transfer: str, pieces_of_it: int) -> None:
+@pytest.mark.parametrize(("transfer", "chunks"), [("all_to_all", 5), ("all_reduce", 1)])
+def test_deferred_traffic_yields_to_urgent_traffic(transfer: str, chunks: int) -> None:
     started = Ranks(2)
     try:
-        assert started.run(gives_way, transfer)[0] == [False] * pieces_of_it
+        assert started.run(yields, transfer)[0] == [False] * chunks
     finally:
         started.close()
 
 
 def passed(world: World) -> tuple[float, float]:
-    """As above, once the wire has shown how quick it is. One rank is late for what is urgent, not for the other."""
+    """As above, once the rate of the link is known. One rank is late for the urgent transfer only."""
     urgent, deferred = lanes(world)
     transport = ChunkedTransport(deferred, urgent=urgent)
     large, halves = torch.ones(1 << 19), [1 << 18, 1 << 18]
     transport.all_to_all(large, halves, halves, name="deferred")
     late = threading.Timer(0.5, lambda: None)
     late.start()
-    handle = urgent.all_reduce(torch.ones(1), name="urgent") if world.rank == 0 else None
+    work = urgent.all_reduce(torch.ones(1), name="urgent") if world.rank == 0 else None
     transport.all_to_all(large, halves, halves, name="deferred")
     busy = late.is_alive()
     late.join()
-    (handle or urgent.all_reduce(torch.ones(1), name="urgent")).wait()
+    (work or urgent.all_reduce(torch.ones(1), name="urgent")).wait()
     return float(busy), time.monotonic()
 
 
 @pytest.mark.quiet
-def test_a_rank_that_waits_for_a_late_one_does_not_hold_back_what_is_deferred() -> None:
+def test_a_rank_that_waits_for_a_late_rank_does_not_hold_deferred_traffic_back() -> None:
     started = Ranks(2)
     assert [busy for busy, _ in started.run(passed)] == [1.0, 1.0]
     started.close()
