@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.balance.assign import assign
-from freescale.balance.cost import Cost, Products, fit, sizes
+from freescale.balance.cost import Cost, NormalEquations, fit, sizes
 from freescale.config import ModelConfig
 from freescale.data import synthetic
 from freescale.models.encoders import SASRec
@@ -83,7 +83,7 @@ def drawn(ranks: int, rng: np.random.Generator) -> Ints:
 def calibrated(options: argparse.Namespace, rng: np.random.Generator) -> tuple[Cost, float]:
     """What a sample costs, its part of a micro-batch's own cost included; and by how much that is off."""
     shares = [share(lengths) for lengths in np.split(drawn(options.calibration, rng), options.calibration)]
-    products = Products()
+    products = NormalEquations()
     for one, found_of in zip(shares, timed(shares, options.passes), strict=True):
         seconds = [float(of_passes.min()) for of_passes in found_of]
         of_parts = [[float(size.sum()) for size in sizes(part)] for part in one]
@@ -96,7 +96,7 @@ def planned(cost: Cost, ranks: int, rng: np.random.Generator) -> Drawn:
     lengths, homes = drawn(ranks, rng), np.repeat(np.arange(ranks), BATCH)
     placement = assign(cost.of(lengths), homes, world_size=ranks, tokens=lengths)
     random, balanced = ([share(lengths[where == rank]) for rank in range(ranks)] for where in (homes, placement.rank))
-    return Drawn(random, balanced, placement.at_home, placement.max_over_mean, placement.moved_tokens)
+    return Drawn(random, balanced, placement.max_over_mean_before, placement.max_over_mean, placement.moved_tokens)
 
 
 def straggler(seconds: Floats) -> float:

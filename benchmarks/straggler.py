@@ -126,7 +126,7 @@ def in_turns(
 def _predicted_gain(without: dict[str, float], plan: dict[str, float], compute: Compute) -> float:
     """A step is shorter by what the slowest rank has less to compute."""
     work = without["compute_ms"] - 1e3 * compute.step
-    return without["step_ms"] / (without["step_ms"] - work * (plan["at_home"] - plan["max_over_mean"]))
+    return without["step_ms"] / (without["step_ms"] - work * (plan["max_over_mean_before"] - plan["max_over_mean"]))
 
 
 def compared(found: dict[str, list[dict[str, float]]], plans: list[Any], compute: Compute) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def compared(found: dict[str, list[dict[str, float]]], plans: list[Any], compute
             _predicted_gain(a, p, compute) for a, p in zip(without, plans, strict=True)
         ),
         "slowest_over_mean_planned": median(p["max_over_mean"] for p in plans),
-        "slowest_over_mean_without": median(p["at_home"] for p in plans),
+        "slowest_over_mean_without": median(p["max_over_mean_before"] for p in plans),
         "moved_tokens": median(p["moved_tokens"] for p in plans),
     }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import freescale as fs
-from freescale.balance.cost import Products, fit, sizes
+from freescale.balance.cost import NormalEquations, fit, sizes
 
 DIM, WINDOW = 64, 32
 
@@ -43,7 +43,7 @@ def main() -> None:
     measured(model, lengths[:1])  # the first time is never the best
     seconds = measured(model, lengths)
     tokens, pairs = sizes(lengths)
-    products = Products()
+    products = NormalEquations()
     products.add(np.stack([np.zeros_like(tokens), np.ones_like(tokens), tokens, pairs], axis=1), seconds)
     law = fit(products)
     print(f"a sample {law.cost.sample:.1e} s, a token {law.cost.token:.1e} s, a pair {law.cost.pair:.1e} s")

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from freescale.balance.cost import Cost, sizes
-from freescale.balance.planner import SUMS, Basis, Learner, Planner, Stopwatch
+from freescale.balance.planner import SUMS, CostModel, CostModelEstimator, Planner, Stopwatch
 from freescale.config import BalanceConfig, RunConfig
 from freescale.train.build import build
 from tests.support.ranks import Ranks, World
@@ -32,10 +32,10 @@ def simulated(slower: Any, steps: int, seed: int = 0) -> tuple[list[float], Plan
     planner = Planner(GUESS, BalanceConfig(adapt=True), world_size=RANKS)
     homes, idle, said = np.repeat(np.arange(RANKS), BATCH), [], np.zeros((RANKS, SUMS + 3), dtype=np.int64)
     for step in range(steps):
-        planner.hears(said)
+        planner.receive_stats(said)
         lengths = np.minimum(rng.lognormal(4.0, 1.2, RANKS * BATCH).astype(np.int64) + 1, 2000)
         rank = planner({"history": lengths}, homes).rank
-        proposed = planner._learner.proposes()
+        proposed = planner._estimator.proposal()
         said = np.array([measured(lengths[rank == r], slower(step, r, rng)) + proposed for r in range(RANKS)])
         idle.append(1 - said[:, 4].mean() / said[:, 4].max())
     return idle, planner
@@ -46,8 +46,8 @@ def test_a_slow_rank_is_given_less_within_twenty_steps_and_more_again_when_it_re
     assert np.mean(idle[:2]) > 0.2
     assert np.mean(idle[20:40]) < 0.05
     assert np.mean(idle[60:]) < 0.03
-    assert planner.basis.speeds is not None
-    assert planner.basis.speeds.tolist() == [1.0] * RANKS
+    assert planner.cost_model.speeds is not None
+    assert planner.cost_model.speeds.tolist() == [1.0] * RANKS
 
 
 def test_the_cost_becomes_that_of_the_machine() -> None:
@@ -55,7 +55,7 @@ def test_the_cost_becomes_that_of_the_machine() -> None:
     assert planner.calibration is not None
     assert 0.01 < planner.calibration.error < 0.06
     lengths = np.array([1, 10, 100, 500, 2000])
-    found, true = planner.basis.cost.of(lengths), TRUE.of(lengths)
+    found, true = planner.cost_model.cost.of(lengths), TRUE.of(lengths)
     assert (found / found.sum())[2:] == pytest.approx((true / true.sum())[2:], rel=0.1)
 
 
@@ -64,37 +64,37 @@ def test_noise_and_one_odd_step_move_hardly_any_work() -> None:
         return lambda step, rank, rng: (odd if (step, rank) == (30, 2) else 1.0) * (1 + 0.01 * rng.standard_normal())
 
     (_, without), (_, planner) = (simulated(noisy(odd), 34) for odd in (1.0, 5.0))
-    assert planner.basis.speeds is not None
-    assert planner.basis.speeds.tolist() == [1.0] * RANKS
+    assert planner.cost_model.speeds is not None
+    assert planner.cost_model.speeds.tolist() == [1.0] * RANKS
     lengths = np.array([20, 100, 500])
-    costs, usual = planner.basis.cost.of(lengths), without.basis.cost.of(lengths)
+    costs, usual = planner.cost_model.cost.of(lengths), without.cost_model.cost.of(lengths)
     assert costs / costs.sum() == pytest.approx(usual / usual.sum(), rel=0.1)
 
 
 def test_ranks_that_computed_nothing_say_nothing() -> None:
-    learner, basis = Learner(is_rank_zero=False), Basis(GUESS)
-    assert learner.learn(basis, np.zeros((4, SUMS + 3), dtype=np.int64)) == basis
+    learner, basis = CostModelEstimator(is_rank_zero=False), CostModel(GUESS)
+    assert learner.update(basis, np.zeros((4, SUMS + 3), dtype=np.int64)) == basis
     sums = [measured(np.array([100, 20])), [1, 0, 0, 0, 10**6], [0] * SUMS, measured(np.array([90, 30]))]
-    speeds = learner.learn(basis, np.array([[*of_rank, 0, 0, 0] for of_rank in sums])).speeds
+    speeds = learner.update(basis, np.array([[*of_rank, 0, 0, 0] for of_rank in sums])).speeds
     assert speeds is not None
     assert speeds[[1, 2]].tolist() == [1.0, 1.0]
 
 
 def test_all_ranks_take_the_fit_of_rank_0_to_the_last_bit() -> None:
-    learner, basis = Learner(is_rank_zero=False), Basis(GUESS)
+    learner, basis = CostModelEstimator(is_rank_zero=False), CostModel(GUESS)
     proposed = np.array([[0.1, 0.2, 0.3], [7.0, 7.0, 7.0]]).view(np.int64)
     told = np.concatenate([np.zeros((2, SUMS), dtype=np.int64), proposed], axis=1)
-    assert learner.learn(basis, told).cost.constants == (0.1, 0.2, 0.3)
+    assert learner.update(basis, told).cost.constants == (0.1, 0.2, 0.3)
 
 
 def test_the_first_step_of_a_process_is_not_counted() -> None:
     watch = Stopwatch()
     for step in range(3):
-        watch.given(step, np.array([3, 4]), np.array([1, 0]))
-    watch.took(0, 10**9)
+        watch.record_samples(step, np.array([3, 4]), np.array([1, 0]))
+    watch.record_time(0, 10**9)
     assert watch.read() == [0] * 5
-    watch.took(1, 5)
-    watch.took(2, 6)
+    watch.record_time(1, 5)
+    watch.record_time(2, 6)
     assert watch.read() == [2, 4, 16, 2 * (6 + 4 + 10), 11]
     assert watch.read() == [0] * 5
 

@@ -31,7 +31,7 @@ def drawn(preset: synthetic.Preset, ranks: int, seed: int = 0) -> NDArray[np.int
     return synthetic.draw_lengths(preset, ranks * BATCH, np.random.default_rng(seed))
 
 
-def homes(ranks: int) -> NDArray[np.int64]:
+def even_source_rank(ranks: int) -> NDArray[np.int64]:
     return np.repeat(np.arange(ranks), BATCH)
 
 
@@ -45,7 +45,14 @@ def problems(draw: st.DrawFn) -> Words:
     speeds = draw(st.one_of(st.none(), st.lists(st.floats(0.3, 3.0), min_size=ranks, max_size=ranks)))
     hosts = draw(st.one_of(st.none(), st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)))
     tokens = [1 + cost // 10 for cost in costs]
-    found = {"costs": costs, "homes": home, "world_size": ranks, "tokens": tokens, "speeds": speeds, "hosts": hosts}
+    found = {
+        "costs": costs,
+        "source_rank": home,
+        "world_size": ranks,
+        "tokens": tokens,
+        "speeds": speeds,
+        "hosts": hosts,
+    }
     return found | {"equal_counts": draw(st.booleans())}
 
 
@@ -55,10 +62,10 @@ def times(problem: Words, rank: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @settings(max_examples=200)
-@given(problem=problems(), strategy=st.sampled_from(["shed", "zigzag", "lpt"]))
+@given(problem=problems(), strategy=st.sampled_from(["rebalance", "zigzag", "lpt"]))
 def test_whatever_the_samples_each_has_one_rank_and_no_step_gets_longer(problem: Words, strategy: Strategy) -> None:
     placed = assign(**problem, strategy=strategy)
-    home, count = np.array(problem["homes"], dtype=np.int64), len(problem["costs"])
+    home, count = np.array(problem["source_rank"], dtype=np.int64), len(problem["costs"])
     assert placed.rank.shape == (count,)
     assert ((placed.rank >= 0) & (placed.rank < problem["world_size"])).all()
     counts = np.bincount(home, minlength=problem["world_size"])
@@ -73,7 +80,7 @@ def test_whatever_the_samples_each_has_one_rank_and_no_step_gets_longer(problem:
 def plan_digest() -> str:
     """Of the plans of some steps with many equal costs, which an unstable sort puts in an order of its own."""
     found = hashlib.sha256()
-    strategies: tuple[Strategy, ...] = ("shed", "zigzag", "lpt")
+    strategies: tuple[Strategy, ...] = ("rebalance", "zigzag", "lpt")
     for seed, strategy in itertools.product(range(4), strategies):
         costs = np.random.default_rng(seed).integers(1, 40, 1024) ** 2
         for equal_counts in (False, True):
@@ -121,7 +128,7 @@ def test_the_slowest_rank_is_within_half_a_percent_of_the_best_and_few_tokens_mo
     placed = []
     for seed in range(5):
         lengths = drawn(preset, ranks, seed)
-        placed.append(assign(COST.of(lengths), homes(ranks), world_size=ranks, tokens=lengths))
+        placed.append(assign(COST.of(lengths), even_source_rank(ranks), world_size=ranks, tokens=lengths))
         assert placed[-1].max_over_mean <= 1.005 * placed[-1].lower_bound
     assert np.mean([one.moved_tokens for one in placed]) <= most_moved
 
@@ -130,9 +137,11 @@ def test_the_slowest_rank_is_within_half_a_percent_of_the_best_and_few_tokens_mo
 def test_equal_counts_cost_no_more_than_dealing_all_samples_out(preset: synthetic.Preset) -> None:
     lengths = drawn(preset, 64)
     costs = COST.of(lengths)
-    ours = assign(costs, homes(64), world_size=64, tokens=lengths, equal_counts=True)
+    ours = assign(costs, even_source_rank(64), world_size=64, tokens=lengths, equal_counts=True)
     assert np.ptp(np.bincount(ours.rank)) == 0
-    dealt = [assign(costs, homes(64), world_size=64, equal_counts=True, strategy=s) for s in ("zigzag", "lpt")]
+    dealt = [
+        assign(costs, even_source_rank(64), world_size=64, equal_counts=True, strategy=s) for s in ("zigzag", "lpt")
+    ]
     assert ours.max_over_mean <= min(one.max_over_mean for one in dealt) + 0.005
     assert ours.moved_tokens < 0.15 < min(one.moved_samples for one in dealt)
 
@@ -142,7 +151,7 @@ def test_with_few_samples_per_rank_it_is_never_worse_than_dealing_them_out(ranks
     for seed in range(10):
         lengths = np.minimum(synthetic.draw_lengths("heavy", ranks * batch, np.random.default_rng(seed)), 200)
         at = np.repeat(np.arange(ranks), batch)
-        ours, dealt = (assign(COST.of(lengths), at, world_size=ranks, strategy=s) for s in ("shed", "lpt"))
+        ours, dealt = (assign(COST.of(lengths), at, world_size=ranks, strategy=s) for s in ("rebalance", "lpt"))
         assert ours.max_over_mean <= max(dealt.max_over_mean, 1.0046 * ours.lower_bound)
 
 
@@ -168,7 +177,7 @@ def test_a_slow_rank_gets_less() -> None:
     lengths = drawn("kuairand", 16)
     speeds = np.ones(16)
     speeds[3] = 1 / 1.6
-    placed = assign(COST.of(lengths), homes(16), world_size=16, speeds=speeds)
+    placed = assign(COST.of(lengths), even_source_rank(16), world_size=16, speeds=speeds)
     work = np.bincount(placed.rank, weights=COST.of(lengths))
     assert work[3] / work.sum() == pytest.approx(speeds[3] / speeds.sum(), rel=0.01)
     assert placed.max_over_mean <= 1.005
@@ -178,9 +187,9 @@ def test_moves_stay_inside_a_host_where_they_can() -> None:
     lengths = drawn("kuairand", 64)
     hosts = np.arange(64) // 8
     costs = COST.of(lengths)
-    near = assign(costs, homes(64), world_size=64, hosts=hosts)
-    far = assign(costs, homes(64), world_size=64)
-    crossing = [(hosts[placed.rank] != hosts[homes(64)]).mean() for placed in (near, far)]
+    near = assign(costs, even_source_rank(64), world_size=64, hosts=hosts)
+    far = assign(costs, even_source_rank(64), world_size=64)
+    crossing = [(hosts[placed.rank] != hosts[even_source_rank(64)]).mean() for placed in (near, far)]
     assert crossing[0] < 0.5 * crossing[1]
     assert near.max_over_mean <= 1.005 * near.lower_bound
 
@@ -194,16 +203,16 @@ def test_balanced_work_stays_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"homes": [0, 5]}, "ranks from 0 to 1"),
-        ({"homes": [0]}, "1 entries for 2 samples"),
+        ({"source_rank": [0, 5]}, "ranks from 0 to 1"),
+        ({"source_rank": [0]}, "1 entries for 2 samples"),
         ({"costs": [1.0, float("nan")]}, "finite"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
         ({"max_tokens": 3, "tokens": [2, 4]}, "larger than max_tokens"),
-        ({"max_tokens": 4, "tokens": [4, 4], "world_size": 1, "homes": [0, 0]}, "do not fit"),
+        ({"max_tokens": 4, "tokens": [4, 4], "world_size": 1, "source_rank": [0, 0]}, "do not fit"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(wrong: Words, said: str) -> None:
-    words: Words = {"costs": [1.0, 2.0], "homes": [0, 1], "world_size": 2}
+    words: Words = {"costs": [1.0, 2.0], "source_rank": [0, 1], "world_size": 2}
     with pytest.raises(ValueError, match=said):
         assign(**words | wrong)
 
@@ -212,6 +221,6 @@ def test_planning_lets_a_step_be_launched() -> None:
     """Beside a planning thread, another one gets the interpreter again soon: it does not wait for the whole plan."""
     lengths = drawn("heavy", 1024)
     costs = COST.of(lengths)
-    gaps = waits(lambda: assign(costs, homes(1024), world_size=1024, tokens=lengths))
+    gaps = waits(lambda: assign(costs, even_source_rank(1024), world_size=1024, tokens=lengths))
     assert len(gaps) > 20
     assert np.quantile(gaps, 0.99) < 2 * sys.getswitchinterval()

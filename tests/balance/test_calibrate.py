@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from freescale.balance.cost import Cost, Products, fit, sizes
+from freescale.balance.cost import Cost, NormalEquations, fit, sizes
 
 TRUE = Cost(sample=2e-5, token=3e-6, pair=4e-9)
 
 
-def steps(noise: float, count: int = 60, seed: int = 0) -> Products:
+def steps(noise: float, count: int = 60, seed: int = 0) -> NormalEquations:
     rng = np.random.default_rng(seed)
-    found = Products()
+    found = NormalEquations()
     for _ in range(count):
         lengths = np.minimum(rng.lognormal(4.0, 1.2, rng.integers(4, 64)), 4096).astype(int)
         seconds = 0.002 + TRUE.of(lengths).sum()
@@ -38,7 +38,7 @@ def test_with_noise_costs_are_predicted_about_as_well_as_times_were_measured() -
 def test_no_constant_is_negative_whatever_was_measured() -> None:
     rng = np.random.default_rng(1)
     for _ in range(20):
-        products = Products()
+        products = NormalEquations()
         products.add(rng.random((5, 4)), 0.1 + rng.random(5))
         found = fit(products)
         assert min(found.step, found.cost.sample, found.cost.token, found.cost.pair) >= 0
@@ -46,6 +46,6 @@ def test_no_constant_is_negative_whatever_was_measured() -> None:
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
-        fit(Products())
+        fit(NormalEquations())
     with pytest.raises(ValueError, match="above 0"):
-        Products().add([(1, 1, 1, 1)], [0.0])
+        NormalEquations().add([(1, 1, 1, 1)], [0.0])

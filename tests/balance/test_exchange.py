@@ -12,7 +12,7 @@ import torch
 from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches
-from freescale.balance.sample_exchange import Exchange
+from freescale.balance.sample_exchange import SampleExchange
 from freescale.config import BalanceConfig, DataConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
@@ -58,7 +58,7 @@ def contents(batch: Batch) -> dict[int, Any]:
 def moved(world: World, samples: list[int], longest: int, counts: str, seed: int) -> tuple[Any, ...]:
     planner = Planner(COST, BalanceConfig(counts=counts), world_size=world.ranks)  # type: ignore[arg-type]
     before = made_up(world.rank, samples[world.rank], longest, seed)
-    groups, placement = Exchange(joined(world).transport, planner).balanced(before.groups())
+    groups, placement = SampleExchange(joined(world).transport, planner).exchange(before.groups())
     after = before.with_groups(groups)
     work = float(COST.of(after.history.lengths.numpy(), after.candidates.lengths.numpy()).sum())  # type: ignore
     return contents(before), contents(after), work, placement.max_over_mean, placement.moved_tokens
@@ -89,7 +89,7 @@ def batches(world: World, path: str, mode: str, steps: int) -> list[list[int]]:
     loader: Any = Loader(config, seed=1, rank=world.rank, world_size=world.ranks)
     if mode == "on":
         loader = BalancedBatches(
-            loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
+            loader, SampleExchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
         )
     found, states = [], []
     for batch in loader:
@@ -121,7 +121,7 @@ def ended_early(world: World, path: str) -> list[int]:
     config = DataConfig(path=path, global_batch=12, shards=8, max_history=30, workers=0)
     loader = Loader(config, seed=1, rank=world.rank, world_size=world.ranks)
     balanced = BalancedBatches(
-        loader, Exchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
+        loader, SampleExchange(joined(world).transport, Planner(COST, BalanceConfig(), world_size=world.ranks))
     )
     found = [batch.step for batch in itertools.islice(balanced, 3)]
     found.append(next(iter(balanced)).step)

@@ -1,3 +1,3 @@
-"""How much work a sample is, where it should be done, and moving it there. Works without TorchRec."""
+"""Load balancing: the cost of a sample, the assignment of samples to ranks, and their exchange. Needs no TorchRec."""
 
 from freescale.balance.assign import assign as assign

@@ -1,7 +1,7 @@
-"""The work of a sample, from its length and its candidates. Pure: numpy and nothing else.
+"""The cost of a sample from its length and its candidates, counted or fitted to measured times. Pure numpy.
 
-Counted in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for every
-sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
+A counted cost is in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for
+every sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
 candidates sees the history and itself, which adds C (L + 1).
 """
 
@@ -53,81 +53,81 @@ class Cost:
 
     @property
     def constants(self) -> tuple[float, float, float]:
-        """Of a sample, of a token, of a pair."""
+        """Cost of a sample, of a token, of a pair."""
         return self.sample, self.token, self.pair
 
     def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> NDArray[np.float64]:
-        """Give the cost of each sample."""
+        """Return the cost of each sample."""
         tokens, pairs = sizes(lengths, candidates)
         return self.summed(1, tokens, pairs) if self.power is None else tokens**self.power
 
     def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> NDArray[np.float64]:
-        """Give the cost of several samples from their sums; a power law does not have that."""
+        """Return the cost of several samples from their sums. Not defined for a power law."""
         if self.power is not None:
             raise ValueError("a cost of tokens ** power does not follow from sums")
         return self.sample * np.asarray(samples) + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
 
 
 def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens of each sample, and pairs of tokens of which one sees the other."""
+    """Return the tokens of each sample, and the pairs of tokens that attend to each other."""
     history = np.asarray(lengths, dtype=np.float64)
-    offered = np.asarray(candidates, dtype=np.float64)
-    return history + offered, history * (history + 1) / 2 + offered * (history + 1)
+    candidate = np.asarray(candidates, dtype=np.float64)
+    return history + candidate, history * (history + 1) / 2 + candidate * (history + 1)
 
 
 _TERMS = 4
 
 
 class Calibration(NamedTuple):
-    """A cost in seconds."""
+    """A fitted cost, in seconds."""
 
     cost: Cost
     step: float
-    """Seconds that every step takes, whatever it holds."""
+    """Fixed seconds of every step."""
     error: float
-    """By what share a time that it was fitted to is off: root of the mean square."""
+    """Relative error of the fitted times: root of the mean square."""
 
 
-class Products:
-    """All that a fit needs of what was measured, in a few numbers however much that was.
+class NormalEquations:
+    """The normal equations of a least-squares fit: constant memory for any number of measurements.
 
-    Times count by the share that they are off, so each line is divided by its time and is to become 1.
+    Errors are relative, so each measurement is divided by its time and its target is 1.
     """
 
     def __init__(self) -> None:
         self.table = np.zeros((_TERMS + 1, _TERMS + 1))
 
     def add(self, sizes: ArrayLike, seconds: ArrayLike) -> None:
-        """Steps, samples, tokens and pairs of each line, and how long they took."""
-        took = np.asarray(seconds, dtype=np.float64)
-        if not (took > 0).all():
+        """Add measurements: steps, samples, tokens and pairs of each, and its seconds."""
+        times = np.asarray(seconds, dtype=np.float64)
+        if not (times > 0).all():
             raise ValueError("fit: measured times must be above 0")
-        lines = np.concatenate([np.asarray(sizes, dtype=np.float64) / took[:, None], np.ones((len(took), 1))], axis=1)
+        lines = np.concatenate([np.asarray(sizes, dtype=np.float64) / times[:, None], np.ones((len(times), 1))], axis=1)
         self.table += lines.T @ lines
 
-    def fade(self, kept: float) -> None:
-        """Let what was added before count less."""
+    def decay(self, kept: float) -> None:
+        """Scale down the weight of earlier measurements."""
         self.table *= kept
 
 
-def fit(products: Products) -> Calibration:
-    """The constants, none below zero, that are off by the least share.
+def fit(equations: NormalEquations) -> Calibration:
+    """Return the non-negative constants with the least relative error.
 
-    There are four of them, so every choice of which are zero is tried: that is exact, and needs no solver.
+    With four constants every choice of which are zero is tried: exact, and without a solver.
     """
-    lines = products.table[-1, -1]
+    lines = equations.table[-1, -1]
     if lines <= 0:
         raise ValueError("fit: nothing was measured")
-    scale = np.sqrt(np.maximum(np.diag(products.table)[:_TERMS], 1e-300))
-    left = products.table[:_TERMS, :_TERMS] / np.outer(scale, scale)
-    right = products.table[:_TERMS, -1] / scale
+    scale = np.sqrt(np.maximum(np.diag(equations.table)[:_TERMS], 1e-300))
+    left = equations.table[:_TERMS, :_TERMS] / np.outer(scale, scale)
+    right = equations.table[:_TERMS, -1] / scale
     best, least = np.zeros(_TERMS), float(lines)
-    for chosen in itertools.product((False, True), repeat=_TERMS):
-        which = np.flatnonzero(chosen)
-        found = np.zeros(_TERMS)
-        found[which] = np.linalg.lstsq(left[np.ix_(which, which)], right[which], rcond=None)[0]
-        off = float(found @ left @ found - 2 * found @ right + lines)
-        if (found >= 0).all() and off < least - 1e-12 * lines:
-            best, least = found, off
+    for nonzero in itertools.product((False, True), repeat=_TERMS):
+        chosen = np.flatnonzero(nonzero)
+        constants = np.zeros(_TERMS)
+        constants[chosen] = np.linalg.lstsq(left[np.ix_(chosen, chosen)], right[chosen], rcond=None)[0]
+        error = float(constants @ left @ constants - 2 * constants @ right + lines)
+        if (constants >= 0).all() and error < least - 1e-12 * lines:
+            best, least = constants, error
     step, sample, token, pair = (best / scale).tolist()
     return Calibration(Cost(sample, token, pair), step, float(np.sqrt(max(0.0, least) / lines)))

@@ -1,4 +1,8 @@
-"""Where samples go, and how good that is. Pure: numpy and nothing else."""
+"""The assignment problem, its solutions, and placements that repartition all samples from one global order. Pure.
+
+Repartitioning moves nearly everything. It serves as a baseline, and LPT also places steps of few large samples, where
+moving the excess alone misses its target.
+"""
 
 import heapq
 import math
@@ -13,86 +17,88 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Samples that have a home, and ranks that compute them."""
+class AssignmentProblem:
+    """Samples with their source ranks, and the ranks that may compute them."""
 
     costs: Floats
-    """Whole numbers below 2^30: sums of them are exact, so that every machine plans the same to the last bit."""
-    homes: Ints
-    """The rank that each sample is on."""
+    """Whole numbers up to 2^30: their sums are exact, so every machine computes the same placement bitwise."""
+    source_rank: Ints
+    """The rank that holds each sample."""
     world_size: int
     tokens: Ints
-    """What moving a sample moves."""
+    """Size of each sample, which a move transfers."""
     speeds: Floats
-    """Of each rank: cost per time."""
+    """Cost per time of each rank."""
     hosts: Ints
-    """Of each rank."""
+    """Host of each rank."""
     max_tokens: int | None = None
-    """Most that a rank can hold."""
+    """The most tokens that a rank can hold."""
     equal_counts: bool = False
     """Whether all ranks must hold the same number of samples, give or take one."""
 
     @property
-    def even(self) -> float:
-        """Time of a step if work could be cut at will."""
+    def mean_time(self) -> float:
+        """Time of a step if work were divisible."""
         return float(self.costs.sum() / math.fsum(self.speeds))
 
-    def least(self) -> float:
-        """Time that no placement can beat: one sample is on one rank, which may have to hold others beside it."""
+    def lower_bound_time(self) -> float:
+        """Return a time that no placement beats: a sample is on one rank, with equal counts beside others."""
         if not len(self.costs):
             return 0.0
-        beside = 0.0
+        companions = 0.0
         if self.equal_counts:
-            company = len(self.costs) // self.world_size - 1
-            beside = float(np.sort(self.costs)[: max(0, company)].sum())
-        return max(self.even, (float(self.costs.max()) + beside) / float(self.speeds.max()))
+            count = len(self.costs) // self.world_size - 1
+            companions = float(np.sort(self.costs)[: max(0, count)].sum())
+        return max(self.mean_time, (float(self.costs.max()) + companions) / float(self.speeds.max()))
 
     def times(self, rank: Ints) -> Floats:
-        """How long each rank computes, if samples are placed so."""
+        """Return how long each rank computes under a placement."""
         return np.bincount(rank, weights=self.costs, minlength=self.world_size) / self.speeds
 
-    def held(self, rank: Ints) -> Floats:
-        """Tokens of each rank, if samples are placed so."""
+    def tokens_per_rank(self, rank: Ints) -> Floats:
+        """Return the tokens of each rank under a placement."""
         return np.bincount(rank, weights=self.tokens, minlength=self.world_size).astype(np.float64)
 
 
 class Placement(NamedTuple):
-    """Which rank computes each sample."""
+    """The rank that computes each sample, and how good that is."""
 
     rank: Ints
     max_over_mean: float
-    """Time of a step over what it would be if work could be cut at will."""
-    at_home: float
-    """The same if every sample stays where it is."""
+    """Time of the slowest rank over the time of a perfectly even split."""
+    max_over_mean_before: float
+    """The same before balancing."""
     lower_bound: float
-    """The same for the best placement that could be hoped for."""
+    """A value of `max_over_mean` that no placement beats."""
     moved_samples: float
-    """Share of the samples that leave their home."""
+    """Share of the samples that change ranks."""
     moved_tokens: float
-    """Share of the tokens that do."""
+    """Share of the tokens that change ranks."""
 
 
-def judged(problem: Problem, rank: Ints) -> Placement:
-    """Say how good a placement is."""
-    even, moved = max(problem.even, 1e-300), rank != problem.homes
-    longest = [problem.times(where).max(initial=0.0) for where in (rank, problem.homes)]
-    reached, at_home, best = (time / even if len(rank) else 1.0 for time in (*longest, problem.least()))
+def evaluate_placement(problem: AssignmentProblem, rank: Ints) -> Placement:
+    """Compute the quality of a placement."""
+    mean_time, moved = max(problem.mean_time, 1e-300), rank != problem.source_rank
+    longest = [problem.times(where).max(initial=0.0) for where in (rank, problem.source_rank)]
+    reached, max_over_mean_before, best = (
+        time / mean_time if len(rank) else 1.0 for time in (*longest, problem.lower_bound_time())
+    )
     samples = float(moved.mean()) if len(rank) else 0.0
     tokens = float(problem.tokens[moved].sum() / max(1, problem.tokens.sum()))
-    return Placement(rank, reached, at_home, best, samples, tokens)
+    return Placement(rank, reached, max_over_mean_before, best, samples, tokens)
 
 
-def zigzag(problem: Problem) -> Ints:
-    """The paper's: largest first, to the ranks in order, then in reverse order, and so on. Counts are equal."""
-    place = np.arange(len(problem.costs))
-    turn, seat = place // problem.world_size, place % problem.world_size
-    rank = np.empty(len(place), dtype=np.int64)
-    rank[_largest_first(problem)] = np.where(turn % 2 == 0, seat, problem.world_size - 1 - seat)
+def zigzag(problem: AssignmentProblem) -> Ints:
+    """Assign as the paper does: largest first, to the ranks in order, then in reverse order. Counts are equal."""
+    position = np.arange(len(problem.costs))
+    round_, column = position // problem.world_size, position % problem.world_size
+    rank = np.empty(len(position), dtype=np.int64)
+    rank[_largest_first(problem)] = np.where(round_ % 2 == 0, column, problem.world_size - 1 - column)
     return rank
 
 
-def lpt(problem: Problem) -> Ints:
-    """Largest first, each to the rank that would have it done earliest and may still take one."""
+def lpt(problem: AssignmentProblem) -> Ints:
+    """Assign by longest processing time: largest first, each to the rank that becomes free first."""
     each, one_more = divmod(len(problem.costs), problem.world_size)
     rank, counts = np.empty(len(problem.costs), dtype=np.int64), [0] * problem.world_size
     free, limited = [(0.0, r) for r in range(problem.world_size)], problem.equal_counts
@@ -109,5 +115,5 @@ def lpt(problem: Problem) -> Ints:
     return rank
 
 
-def _largest_first(problem: Problem) -> Ints:
+def _largest_first(problem: AssignmentProblem) -> Ints:
     return np.argsort(-problem.costs, kind="stable")

@@ -1,4 +1,10 @@
-"""From the lengths of a step's samples to where they are computed: a cost model and the rules of a run."""
+"""Plans the placement of each step from sample lengths, a cost model and the rules of a run. Uses no process group.
+
+With `balance.adapt` the cost model follows measured steps. Each rank sums what it computed and how long that took
+(`Stopwatch`). The sums of all ranks are gathered with the lengths of the next batch, so every rank updates its cost
+model alike (`CostModelEstimator`). Only a fit may differ in its last bits between kinds of machines, so all ranks use
+that of rank 0, which is gathered with its next sums.
+"""
 
 import threading
 from collections import deque
@@ -10,15 +16,24 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from freescale.balance.assign import assign
-from freescale.balance.cost import Calibration, Cost, Products, fit, sizes
+from freescale.balance.cost import Calibration, Cost, NormalEquations, fit, sizes
 from freescale.balance.placement import Floats, Ints, Placement
 from freescale.config import BalanceConfig
 from freescale.errors import DataError
 from freescale.log import info_once, warning_once
 
+SUMS = 5
+"""Steps, samples, tokens, pairs and nanoseconds."""
+_SPEED_WINDOW = 5  # rounds whose median is a rank's speed: one outlier changes nothing
+_DECAY = 0.98  # weight of earlier measurements per round: about fifty rounds shape the cost
+_FIT_EVERY = 8
+_SPEED_NOISE = 0.02  # speeds this near to 1 are noise
+_MIN_SPEED = 0.05  # a rank without work could never show that it has recovered
+_LOG_CHANGE = 0.1
+
 
 class Planner:
-    """Plans one step after another, alike on every rank; with `balance.adapt`, from what was measured before."""
+    """Plans each step, identically on every rank."""
 
     def __init__(
         self,
@@ -29,48 +44,48 @@ class Planner:
         hosts: Ints | None = None,
         is_rank_zero: bool = False,
     ) -> None:
-        self.basis = Basis(cost)
+        self.cost_model = CostModel(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
-        self._learner, self._is_rank_zero = Learner(is_rank_zero=is_rank_zero), is_rank_zero
+        self._estimator, self._is_rank_zero = CostModelEstimator(is_rank_zero=is_rank_zero), is_rank_zero
         self._rules, self._world_size = rules, world_size
         limit, equal = rules.max_tokens or None, rules.counts == "equal"
-        self._given = {"world_size": world_size, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
+        self._limits = {"world_size": world_size, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
         self._sums = np.zeros(4)
 
-    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
-        """`lengths`: of all samples, by group; those of `history` and `candidates` are what is computed."""
+    def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
+        """Place the samples of a step. `lengths`: of all samples, by group; `history` and `candidates` are computed."""
         history = lengths["history"]
         candidates = lengths.get("candidates", np.zeros_like(history))
-        basis = self.basis
+        cost_model = self.cost_model
         try:
-            costs, tokens = basis.cost.of(history, candidates), history + candidates
-            placement = assign(costs, homes, tokens=tokens, speeds=basis.speeds, **self._given)
+            costs, tokens = cost_model.cost.of(history, candidates), history + candidates
+            placement = assign(costs, source_rank, tokens=tokens, speeds=cost_model.speeds, **self._limits)
         except ValueError as error:
             remedy = "raise max_tokens if it is named here, or give fewer or shorter samples in a step"
             raise DataError("the samples of a step cannot be placed", where=str(error), remedy=remedy) from error
-        self._sums += 1, placement.at_home, placement.max_over_mean, placement.moved_tokens
+        self._sums += 1, placement.max_over_mean_before, placement.max_over_mean, placement.moved_tokens
         return placement
 
-    def tells(self) -> Sequence[int]:
-        """What this rank has to say before the next plan; as many numbers on every rank."""
-        return [*self.stopwatch.read(), *self._learner.proposes()] if self.stopwatch is not None else ()
+    def local_stats(self) -> Sequence[int]:
+        """Return what this rank contributes to the next update of the cost model; of one length on every rank."""
+        return [*self.stopwatch.read(), *self._estimator.proposal()] if self.stopwatch is not None else ()
 
-    def hears(self, told: Ints) -> None:
-        """What all ranks said."""
+    def receive_stats(self, stats: Ints) -> None:
+        """Update the cost model from the statistics of all ranks."""
         if self.stopwatch is not None:
-            self.basis = self._learner.learn(self.basis, told)
+            self.cost_model = self._estimator.update(self.cost_model, stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """What placements rest on, for a checkpoint."""
-        speeds = self.basis.speeds
-        return {"cost": list(astuple(self.basis.cost)), "speeds": None if speeds is None else speeds.tolist()}
+        """Return cost and speeds for a checkpoint."""
+        speeds = self.cost_model.speeds
+        return {"cost": list(astuple(self.cost_model.cost)), "speeds": None if speeds is None else speeds.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; but a cost that was set, and not to be learnt, stays. Of other ranks speeds start anew."""
+        """Restore cost and speeds. A configured cost wins unless it adapts; another world size resets the speeds."""
         speeds = state["speeds"] if len(state["speeds"] or ()) == self._world_size else None
         fixed = self._rules.cost and not self._rules.adapt
-        cost = self.basis.cost if fixed else Cost(*(state["cost"] or ()))
-        self.basis = Basis(cost, None if speeds is None else np.array(speeds))
+        cost = self.cost_model.cost if fixed else Cost(*(state["cost"] or ()))
+        self.cost_model = CostModel(cost, None if speeds is None else np.array(speeds))
         slow = {rank: speed for rank, speed in enumerate(speeds or ()) if speed != 1}
         if slow and not self._rules.adapt and self._is_rank_zero:
             measured = "ranks keep to the speeds that an earlier part of this run measured"
@@ -78,131 +93,123 @@ class Planner:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The last one that was learnt."""
-        return self._learner.calibration
+        """The last fit of the cost, if any."""
+        return self._estimator.calibration
 
     @property
     def sums(self) -> Floats:
-        """The number of placements that were planned, and the sums of what `means` divides by it."""
+        """The number of placements, and the sums that `means` divides by it."""
         return self._sums.copy()
 
     @property
     def means(self) -> dict[str, float]:
-        """Of all placements that were planned."""
+        """Means over all placements."""
         _, *sums = (self._sums / max(1.0, self._sums[0])).tolist()
-        return dict(zip(("at_home", "max_over_mean", "moved_tokens"), sums, strict=True))
+        return dict(zip(("max_over_mean_before", "max_over_mean", "moved_tokens"), sums, strict=True))
 
     def report(self) -> list[str]:
-        """Say what was planned, and what was learnt."""
+        """Return what was planned and measured, as human-readable lines."""
         means = self.means
         lines = [
             f"balance: the slowest rank was given {means['max_over_mean']:.3f} of the mean work, "
-            f"{means['at_home']:.3f} without; {means['moved_tokens']:.1%} of the tokens moved"
+            f"{means['max_over_mean_before']:.3f} without; {means['moved_tokens']:.1%} of the tokens moved"
         ]
         if self.calibration is not None:
-            constants, error = ", ".join(f"{value:.4g}" for value in self.basis.cost.constants), self.calibration.error
-            lines.append(f"measured: balance.cost = [{constants}], off by {error:.1%} of a step's time")
+            constants = ", ".join(f"{value:.4g}" for value in self.cost_model.cost.constants)
+            lines.append(
+                f"measured: balance.cost = [{constants}], off by {self.calibration.error:.1%} of a step's time"
+            )
         return lines if self._sums[0] else []
 
 
-SUMS = 5
-"""Steps, samples, tokens, pairs and nanoseconds."""
-_RECENT = 5  # rounds whose median is a rank's speed: one odd step changes nothing
-_KEPT = 0.98  # of what was measured before, in every round: about fifty rounds shape the cost
-_FIT_EVERY = 8
-_SAME = 0.02  # speeds this near to the usual one are noise
-_SLOWEST = 0.05  # who were given nothing could never show that it has recovered
-_TELL = 0.1
-
-
-class Basis(NamedTuple):
-    """What placements rest on, beside the samples."""
+class CostModel(NamedTuple):
+    """The cost of samples and the speed of ranks."""
 
     cost: Cost
     speeds: Floats | None = None
-    """Of each rank, if they differ."""
+    """Of each rank; None if all are equal."""
 
 
 class Stopwatch:
-    """What this rank computed, and how long that took. One thread notes, another one reads."""
+    """Sums what this rank computed and how long that took. One thread records, another reads."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[int, int, int]] = {}
+        self._pending: dict[int, tuple[int, int, int]] = {}
         self._sums = np.zeros(SUMS, dtype=np.int64)
         self._lock, self._warm = threading.Lock(), False
 
-    def given(self, step: int, lengths: ArrayLike, candidates: ArrayLike) -> None:
-        """The samples of a step, by their lengths."""
+    def record_samples(self, step: int, lengths: ArrayLike, candidates: ArrayLike) -> None:
+        """Record the samples of a step by their lengths."""
         tokens, pairs = sizes(lengths, candidates)
-        self._given[step] = len(tokens), int(tokens.sum()), int(pairs.sum())
+        self._pending[step] = len(tokens), int(tokens.sum()), int(pairs.sum())
 
-    def took(self, step: int, nanoseconds: int) -> None:
-        """How long they were computed. The first step of a process pays for what is done once, and is left out."""
-        done = self._given.pop(step)
+    def record_time(self, step: int, nanoseconds: int) -> None:
+        """Record the compute time of a step. The first step of a process includes warm-up and is ignored."""
+        counts = self._pending.pop(step)
         with self._lock:
-            self._sums += np.array([1, *done, nanoseconds], dtype=np.int64) * self._warm
+            self._sums += np.array([1, *counts, nanoseconds], dtype=np.int64) * self._warm
         self._warm = True
 
     def read(self) -> list[int]:
-        """The sums since the last time."""
+        """Return the sums since the last call."""
         with self._lock:
-            found = self._sums.tolist()
+            sums = self._sums.tolist()
             self._sums[:] = 0
-        return found
+        return sums
 
 
-class Learner:
-    """Learns from what all ranks measured, alike on each of them."""
+class CostModelEstimator:
+    """Estimates a cost model from the measurements of all ranks, identically on each rank."""
 
     def __init__(self, *, is_rank_zero: bool) -> None:
         self._is_rank_zero = is_rank_zero
-        """Whether this rank speaks for all."""
-        self._products, self._rounds = Products(), 0
-        self._recent: deque[Floats] = deque(maxlen=_RECENT)
-        self._told: Floats | None = None
+        self._equations, self._rounds = NormalEquations(), 0
+        self._recent: deque[Floats] = deque(maxlen=_SPEED_WINDOW)
+        self._logged_speeds: Floats | None = None
         self.calibration: Calibration | None = None
-        """The last one."""
+        """The last fit."""
 
-    def proposes(self) -> list[int]:
-        """The constants of the last fit, to the last bit, as whole numbers."""
-        found = self.calibration.cost.constants if self.calibration is not None else (0.0, 0.0, 0.0)
-        return np.array(found).view(np.int64).tolist()
+    def proposal(self) -> list[int]:
+        """Return the constants of the last fit as whole numbers, bit by bit."""
+        constants = self.calibration.cost.constants if self.calibration is not None else (0.0, 0.0, 0.0)
+        return np.array(constants).view(np.int64).tolist()
 
-    def learn(self, basis: Basis, told: Ints) -> Basis:
-        """Take into account what all ranks measured, and what rank 0 proposes: [ranks, SUMS + 3]."""
-        sums, proposed = told[:, :SUMS], Cost(*told[0, SUMS:].view(np.float64).tolist())
-        cost = proposed if proposed.summed(1, 1, 1) > 0 else basis.cost
+    def update(self, cost_model: CostModel, stats: Ints) -> CostModel:
+        """Return the cost model after a round. `stats`: sums of all ranks and fits, [world_size, SUMS + 3]."""
+        sums, proposed = stats[:, :SUMS], Cost(*stats[0, SUMS:].view(np.float64).tolist())
+        cost = proposed if proposed.summed(1, 1, 1) > 0 else cost_model.cost
         computed = (sums[:, 0] > 0) & (sums[:, 1] > 0) & (sums[:, 4] > 0)
         if not computed.any():
-            return basis._replace(cost=cost)
+            return cost_model._replace(cost=cost)
         self._rounds += 1
         speeds = self._speeds(cost, sums, computed)
-        self._tell(speeds)
+        self._log_speeds(speeds)
         self._fit(sums[computed], speeds[computed])
-        return Basis(cost, speeds)
+        return CostModel(cost, speeds)
 
     def _speeds(self, cost: Cost, sums: Ints, computed: NDArray[np.bool_]) -> Floats:
-        """Work per time, against the usual rank. Work without what every step costs: a rank's own share of that
-        shows as less speed, so that times and not work become equal.
+        """Return work per time relative to the median rank.
+
+        The fixed time of a step is no work, so it lowers a rank's speed: times become equal, not work.
         """
         work = np.where(computed, cost.summed(*sums[:, 1:4].T), np.nan)
         speed = work / np.maximum(sums[:, 4], 1)
         self._recent.append(speed / np.nanmedian(speed))
-        known = np.array(self._recent)
-        known[:, np.isnan(known).all(axis=0)] = 1.0
-        found = np.maximum(np.nanmedian(known, axis=0).round(2), _SLOWEST)
-        return np.where(np.abs(found - 1.0) <= _SAME, 1.0, found)
+        recent = np.array(self._recent)
+        recent[:, np.isnan(recent).all(axis=0)] = 1.0
+        speeds = np.maximum(np.nanmedian(recent, axis=0).round(2), _MIN_SPEED)
+        return np.where(np.abs(speeds - 1.0) <= _SPEED_NOISE, 1.0, speeds)
 
     def _fit(self, sums: Ints, speeds: Floats) -> None:
-        self._products.fade(_KEPT)
-        self._products.add(sums[:, :4], sums[:, 4] * 1e-9 * speeds)
+        self._equations.decay(_DECAY)
+        self._equations.add(sums[:, :4], sums[:, 4] * 1e-9 * speeds)
         if self._rounds % _FIT_EVERY == 0:
-            self.calibration = fit(self._products)
+            self.calibration = fit(self._equations)
 
-    def _tell(self, speeds: Floats) -> None:
-        before = np.ones_like(speeds) if self._told is None else self._told
-        changed = np.abs(speeds - before) > _TELL
+    def _log_speeds(self, speeds: Floats) -> None:
+        logged = np.ones_like(speeds) if self._logged_speeds is None else self._logged_speeds
+        changed = np.abs(speeds - logged) > _LOG_CHANGE
         for rank in np.flatnonzero(changed).tolist() if self._is_rank_zero else ():
             share = "its full share again" if speeds[rank] == 1 else f"{speeds[rank]:.2f} of the usual share"
             info_once(f"balance.adapt: after {self._rounds} steps rank {rank} gets {share}, as measured")
-        self._told = np.where(changed, speeds, before)
+        self._logged_speeds = np.where(changed, speeds, logged)

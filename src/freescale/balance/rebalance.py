@@ -1,8 +1,11 @@
-"""Balance by moving only the excess: ranks with too much work give some of it to ranks with room. Pure.
+"""Balances ranks by moving only excess work from overloaded ranks to ranks with spare capacity. Pure.
 
-A rank that is above the target gives its largest samples that fit into the excess: a long sample carries more work per
-token than a short one, so few tokens move. What was given goes, largest first, to where there is most room. That may
-overfill a rank by a little; then it gives again, smaller samples this time, until nobody is above the target.
+A rank above the target time gives up the largest samples that fit into its excess: a long sample carries more work per
+token than a short one, so few tokens move. Removed samples go, largest first, to the least loaded rank. That may
+overload a rank by a little; the next round removes smaller samples, until no rank is above the target.
+
+`equalize` then makes the sample counts equal: ranks with too many samples give their cheapest, which hardly change the
+load, and ranks above the target swap a sample for a cheaper one.
 """
 
 import heapq
@@ -13,262 +16,258 @@ from typing import TypeVar
 
 import numpy as np
 
-from freescale.balance.placement import Ints, Problem
+from freescale.balance.placement import AssignmentProblem, Ints
 
 T = TypeVar("T")
-Given = tuple[float, int]
-"""A sample on its way: its cost and its number."""
-_COVER = 1.05  # a sample this much larger than the excess is better than several that fit it exactly
+CostedSample = tuple[float, int]
+"""A sample that was removed from its rank: its cost and its index."""
+_OVERSHOOT = 1.05  # one sample this much larger than the excess beats several that fit exactly
 _ROUNDS = 12
-_BREATHE_EVERY = 16
+_YIELD_EVERY = 16
+_SWAPS_PER_RANK = 20
 
 
-def shed(problem: Problem, tolerance: float) -> "Shelves":
-    """Place samples so that no rank takes longer than the least possible time and a little."""
-    shelves = Shelves(problem, problem.least() * (1.0 + tolerance))
+def rebalance(problem: AssignmentProblem, tolerance: float) -> "RankLoads":
+    """Return loads under which no rank takes longer than the lower bound plus the tolerance, where possible."""
+    loads = RankLoads(problem, problem.lower_bound_time() * (1.0 + tolerance))
     for _ in range(_ROUNDS):
-        given = [sample for rank in breathing(shelves.overfull()) for sample in shelves.give_excess(rank)]
-        if not given:
+        removed = [sample for rank in yield_gil(loads.overloaded()) for sample in loads.take_excess(rank)]
+        if not removed:
             break
-        _hand_out(shelves, _largest_first(given))
-    return shelves
+        _place_removed(loads, _largest_first(removed))
+    return loads
 
 
-def _largest_first(given: list[Given]) -> list[Given]:
-    """Sorted outside of the interpreter: thousands of tuples would hold it for milliseconds."""
-    costs, samples = zip(*given, strict=True)
+def _largest_first(removed: list[CostedSample]) -> list[CostedSample]:
+    """Sort with numpy: sorting thousands of tuples would hold the GIL for milliseconds."""
+    costs, samples = zip(*removed, strict=True)
     order = np.lexsort((samples, costs))[::-1]
-    return [given[place] for place in order.tolist()]
+    return [removed[position] for position in order.tolist()]
 
 
-class Shelves:
-    """What each rank holds, in order of cost; looked at only where something changes."""
+class RankLoads:
+    """The samples of each rank in order of cost. Lists are built only for ranks whose samples change."""
 
-    def __init__(self, problem: Problem, target: float) -> None:
-        self.problem, self.rank = problem, problem.homes.copy()
-        self.room = (target * problem.speeds - problem.times(self.rank) * problem.speeds).tolist()
-        """Work that each rank can still take."""
+    def __init__(self, problem: AssignmentProblem, target: float) -> None:
+        self.problem, self.rank = problem, problem.source_rank.copy()
+        self.spare = (target * problem.speeds - problem.times(self.rank) * problem.speeds).tolist()
+        """Work that each rank can still take. Negative for overloaded ranks."""
         cap = problem.max_tokens
-        self.space = None if cap is None else (cap - problem.held(self.rank)).tolist()
-        """Tokens that each rank can still hold, where that is limited."""
+        self.spare_tokens = None if cap is None else (cap - problem.tokens_per_rank(self.rank)).tolist()
+        """Tokens that each rank can still hold; None without a limit."""
         by_cost = np.argsort(problem.costs, kind="stable")
-        narrow = problem.homes[by_cost].astype(
-            np.min_scalar_type(problem.world_size)
-        )  # small numbers are sorted faster
+        narrow = problem.source_rank[by_cost].astype(np.min_scalar_type(problem.world_size))  # narrow types sort faster
         self._order = by_cost[np.argsort(narrow, kind="stable")]
-        self._ends = [0, *np.cumsum(np.bincount(problem.homes, minlength=problem.world_size)).tolist()]
-        self._held: dict[int, tuple[list[float], list[int]]] = {}
+        self._ends = [0, *np.cumsum(np.bincount(problem.source_rank, minlength=problem.world_size)).tolist()]
+        self._samples_of: dict[int, tuple[list[float], list[int]]] = {}
 
-    def held(self, rank: int) -> tuple[list[float], list[int]]:
-        """Costs of a rank's samples in ascending order, and the samples."""
-        if rank not in self._held:
+    def samples_of(self, rank: int) -> tuple[list[float], list[int]]:
+        """Return the costs of a rank's samples in ascending order, and their indices."""
+        if rank not in self._samples_of:
             samples = self._order[self._ends[rank] : self._ends[rank + 1]]
-            self._held[rank] = self.problem.costs[samples].tolist(), samples.tolist()
-        return self._held[rank]
+            self._samples_of[rank] = self.problem.costs[samples].tolist(), samples.tolist()
+        return self._samples_of[rank]
 
-    def overfull(self) -> list[int]:
-        """Ranks that hold too much."""
-        full = [rank for rank, room in enumerate(self.room) if room < 0]
-        if self.space is None:
+    def overloaded(self) -> list[int]:
+        """Return the ranks above the target or above the token limit."""
+        full = [rank for rank, spare in enumerate(self.spare) if spare < 0]
+        if self.spare_tokens is None:
             return full
-        return sorted({*full, *(rank for rank, space in enumerate(self.space) if space < 0)})
+        return sorted({*full, *(rank for rank, tokens in enumerate(self.spare_tokens) if tokens < 0)})
 
-    def take(self, rank: int, place: int) -> Given:
-        """Take a sample off its rank."""
-        costs, samples = self.held(rank)
-        cost, sample = costs.pop(place), samples.pop(place)
-        self.room[rank] += cost
-        if self.space is not None:
-            self.space[rank] += int(self.problem.tokens[sample])
+    def take(self, rank: int, position: int) -> CostedSample:
+        """Remove a sample from its rank."""
+        costs, samples = self.samples_of(rank)
+        cost, sample = costs.pop(position), samples.pop(position)
+        self.spare[rank] += cost
+        if self.spare_tokens is not None:
+            self.spare_tokens[rank] += int(self.problem.tokens[sample])
         return cost, sample
 
-    def put(self, rank: int, given: Given) -> None:
-        """Give a rank a sample."""
-        costs, samples = self.held(rank)
-        cost, sample = given
-        place = bisect_right(costs, cost)
-        costs.insert(place, cost)
-        samples.insert(place, sample)
-        self.room[rank] -= cost
-        if self.space is not None:
-            self.space[rank] -= int(self.problem.tokens[sample])
+    def put(self, rank: int, item: CostedSample) -> None:
+        """Add a sample to a rank."""
+        costs, samples = self.samples_of(rank)
+        cost, sample = item
+        position = bisect_right(costs, cost)
+        costs.insert(position, cost)
+        samples.insert(position, sample)
+        self.spare[rank] -= cost
+        if self.spare_tokens is not None:
+            self.spare_tokens[rank] -= int(self.problem.tokens[sample])
         self.rank[sample] = rank
 
-    def has_space(self, rank: int, tokens: int) -> bool:
-        """Whether a rank has the memory for so much more."""
-        return self.space is None or self.space[rank] >= tokens
+    def has_token_capacity(self, rank: int, tokens: int) -> bool:
+        """Whether a rank can hold so many more tokens."""
+        return self.spare_tokens is None or self.spare_tokens[rank] >= tokens
 
-    def give_excess(self, rank: int) -> Iterator[Given]:
-        """Take samples off an overfull rank: the largest that fits into the excess, again and again."""
-        costs, _ = self.held(rank)
-        while costs and (self.room[rank] < 0 or not self.has_space(rank, 0)):
-            excess = -self.room[rank]
-            place = bisect_right(costs, excess) - 1
-            if place + 1 < len(costs) and (place < 0 or costs[place + 1] <= excess * _COVER):
-                place += 1
-            yield self.take(rank, place)
+    def take_excess(self, rank: int) -> Iterator[CostedSample]:
+        """Remove samples from an overloaded rank: repeatedly the largest that fits into the excess."""
+        costs, _ = self.samples_of(rank)
+        while costs and (self.spare[rank] < 0 or not self.has_token_capacity(rank, 0)):
+            excess = -self.spare[rank]
+            position = bisect_right(costs, excess) - 1
+            if position + 1 < len(costs) and (position < 0 or costs[position + 1] <= excess * _OVERSHOOT):
+                position += 1
+            yield self.take(rank, position)
 
 
-def _hand_out(shelves: Shelves, given: list[Given]) -> None:
-    """Give samples to where there is most room: on the host that they come from if they fit there, else anywhere."""
-    problem = shelves.problem
+def _place_removed(loads: RankLoads, removed: list[CostedSample]) -> None:
+    """Put samples on the least loaded rank: of their source host if they fit there, else of all."""
+    problem = loads.problem
     if len(np.unique(problem.hosts)) > 1:
-        given = _hand_out_at_home(shelves, given)
-    roomy = [(-room, rank) for rank, room in enumerate(shelves.room)]
-    heapq.heapify(roomy)
-    for sample in breathing(given):
-        _put_where_most_room(shelves, roomy, sample)
+        removed = _place_on_source_host(loads, removed)
+    least_loaded = [(-spare, rank) for rank, spare in enumerate(loads.spare)]
+    heapq.heapify(least_loaded)
+    for sample in yield_gil(removed):
+        _place_on_least_loaded(loads, least_loaded, sample)
 
 
-def _hand_out_at_home(shelves: Shelves, given: list[Given]) -> list[Given]:
-    """Place what fits on its own host, and give back the rest."""
-    problem, rest = shelves.problem, []
-    roomy: dict[int, list[tuple[float, int]]] = {}
+def _place_on_source_host(loads: RankLoads, removed: list[CostedSample]) -> list[CostedSample]:
+    """Put samples that fit on ranks of their source host. Return the others."""
+    problem, unplaced = loads.problem, []
+    least_loaded: dict[int, list[tuple[float, int]]] = {}
     for rank, host in enumerate(problem.hosts.tolist()):
-        roomy.setdefault(host, []).append((-shelves.room[rank], rank))
-    for heap in roomy.values():
+        least_loaded.setdefault(host, []).append((-loads.spare[rank], rank))
+    for heap in least_loaded.values():
         heapq.heapify(heap)
-    for sample in breathing(given):
-        heap = roomy[int(problem.hosts[shelves.rank[sample[1]]])]
+    for sample in yield_gil(removed):
+        heap = least_loaded[int(problem.hosts[loads.rank[sample[1]]])]
         rank = heap[0][1]
-        if shelves.room[rank] >= sample[0] and shelves.has_space(rank, int(problem.tokens[sample[1]])):
-            shelves.put(rank, sample)
-            heapq.heapreplace(heap, (-shelves.room[rank], rank))
+        if loads.spare[rank] >= sample[0] and loads.has_token_capacity(rank, int(problem.tokens[sample[1]])):
+            loads.put(rank, sample)
+            heapq.heapreplace(heap, (-loads.spare[rank], rank))
         else:
-            rest.append(sample)
-    return rest
+            unplaced.append(sample)
+    return unplaced
 
 
-def _put_where_most_room(shelves: Shelves, roomy: list[tuple[float, int]], sample: Given) -> None:
-    """Among the ranks that have the memory."""
-    full, tokens = [], int(shelves.problem.tokens[sample[1]])
-    while roomy and not shelves.has_space(roomy[0][1], tokens):
-        full.append(heapq.heappop(roomy))
-    if not roomy:  # it goes back to where there is most room, and the placement will be found not to be allowed
-        roomy += full
+def _place_on_least_loaded(loads: RankLoads, least_loaded: list[tuple[float, int]], sample: CostedSample) -> None:
+    """Put a sample on the least loaded rank with enough token capacity."""
+    full, tokens = [], int(loads.problem.tokens[sample[1]])
+    while least_loaded and not loads.has_token_capacity(least_loaded[0][1], tokens):
+        full.append(heapq.heappop(least_loaded))
+    if not least_loaded:  # no rank has the capacity: `assign` rejects this placement
+        least_loaded += full
         full.clear()
-    rank = roomy[0][1]
-    shelves.put(rank, sample)
-    heapq.heapreplace(roomy, (-shelves.room[rank], rank))
-    for one in full:
-        heapq.heappush(roomy, one)
+    rank = least_loaded[0][1]
+    loads.put(rank, sample)
+    heapq.heapreplace(least_loaded, (-loads.spare[rank], rank))
+    for entry in full:
+        heapq.heappush(least_loaded, entry)
 
 
-def breathing(values: Sequence[T]) -> Iterator[T]:
-    """Pass values on, and let other threads run now and then: planning goes on while a step is being launched."""
-    for place, value in enumerate(values):
-        if place % _BREATHE_EVERY == 0:
+def yield_gil(values: Sequence[T]) -> Iterator[T]:
+    """Yield values and release the GIL regularly: planning runs in a thread beside the training step."""
+    for position, value in enumerate(values):
+        if position % _YIELD_EVERY == 0:
             time.sleep(0)
         yield value
 
 
-_SWAPS_PER_RANK = 20
+def equalize(loads: RankLoads) -> Ints:
+    """Make the sample counts of all ranks equal, give or take one, and keep the balance where possible."""
+    _equalize_counts(loads)
+    _swap_until_balanced(loads)
+    return loads.rank
 
 
-def level(shelves: Shelves) -> Ints:
-    """Make the counts equal, and keep the balance as well as can be."""
-    _hand_on_the_cheapest(shelves)
-    _exchange(shelves)
-    return shelves.rank
+def _equalize_counts(loads: RankLoads) -> None:
+    world_size = loads.problem.world_size
+    counts = np.bincount(loads.rank, minlength=world_size)
+    each, over = divmod(len(loads.rank), world_size)
+    target_counts = np.full(world_size, each)
+    target_counts[np.argsort(-counts, kind="stable")[:over]] += 1
+    surplus = (counts - target_counts).tolist()
+    removed = [loads.take(rank, 0) for rank in range(world_size) for _ in range(max(0, surplus[rank]))]
+    missing = {rank: -surplus[rank] for rank in range(world_size) if surplus[rank] < 0}
+    least_loaded = [(-loads.spare[rank], rank) for rank in missing]
+    heapq.heapify(least_loaded)
+    for sample in yield_gil(sorted(removed, reverse=True)):
+        _, rank = heapq.heappop(least_loaded)
+        loads.put(rank, sample)
+        missing[rank] -= 1
+        if missing[rank]:
+            heapq.heappush(least_loaded, (-loads.spare[rank], rank))
 
 
-def _hand_on_the_cheapest(shelves: Shelves) -> None:
-    world_size = shelves.problem.world_size
-    counts = np.bincount(shelves.rank, minlength=world_size)
-    each, over = divmod(len(shelves.rank), world_size)
-    wanted = np.full(world_size, each)
-    wanted[np.argsort(-counts, kind="stable")[:over]] += 1
-    given = [
-        shelves.take(rank, 0) for rank in range(world_size) for _ in range(max(0, int(counts[rank] - wanted[rank])))
-    ]
-    lacking = {rank: int(wanted[rank] - counts[rank]) for rank in range(world_size) if wanted[rank] > counts[rank]}
-    roomy = [(-shelves.room[rank], rank) for rank in lacking]
-    heapq.heapify(roomy)
-    for sample in breathing(sorted(given, reverse=True)):
-        _, rank = heapq.heappop(roomy)
-        shelves.put(rank, sample)
-        lacking[rank] -= 1
-        if lacking[rank]:
-            heapq.heappush(roomy, (-shelves.room[rank], rank))
-
-
-def _exchange(shelves: Shelves) -> None:
-    """One at a time: the fullest rank exchanges with the one that has most room, or else for the cheapest anywhere."""
-    room = shelves.room
-    over = [(room[rank], rank) for rank in shelves.overfull()]
-    roomy = [(-free, rank) for rank, free in enumerate(room)]
+def _swap_until_balanced(loads: RankLoads) -> None:
+    """Swap samples one pair at a time: of the most loaded with the least loaded rank, else for the cheapest of all."""
+    spare = loads.spare
+    over = [(spare[rank], rank) for rank in loads.overloaded()]
+    least_loaded = [(-free, rank) for rank, free in enumerate(spare)]
     heapq.heapify(over)
-    heapq.heapify(roomy)
+    heapq.heapify(least_loaded)
     cheapest: list[int] | None = None
-    for _ in breathing(range(_SWAPS_PER_RANK * shelves.problem.world_size)):
-        while over and (over[0][0] != room[over[0][1]] or room[over[0][1]] >= 0):
+    for _ in yield_gil(range(_SWAPS_PER_RANK * loads.problem.world_size)):
+        while over and (over[0][0] != spare[over[0][1]] or spare[over[0][1]] >= 0):
             heapq.heappop(over)
         if not over:
             return
-        while -roomy[0][0] != room[roomy[0][1]]:
-            heapq.heappop(roomy)
-        full, free = heapq.heappop(over)[1], roomy[0][1]
-        touched = _exchange_between(shelves, full, free)
-        if room[full] < 0:
+        while -least_loaded[0][0] != spare[least_loaded[0][1]]:
+            heapq.heappop(least_loaded)
+        full, free = heapq.heappop(over)[1], least_loaded[0][1]
+        touched = _swap_between(loads, full, free)
+        if spare[full] < 0:
             if cheapest is None:
-                cheapest = _cheapest(shelves)
-            touched |= _exchange_for_cheapest(shelves, full, cheapest)
+                cheapest = _cheapest_samples(loads)
+            touched |= _swap_for_cheapest(loads, full, cheapest)
         for rank in touched:
-            heapq.heappush(roomy, (-room[rank], rank))
-            if room[rank] < 0:
-                heapq.heappush(over, (room[rank], rank))
+            heapq.heappush(least_loaded, (-spare[rank], rank))
+            if spare[rank] < 0:
+                heapq.heappush(over, (spare[rank], rank))
 
 
-def _exchange_between(shelves: Shelves, full: int, free: int) -> set[int]:
-    """The pair of samples whose difference is nearest to the excess, if there is room for that."""
-    excess, room = -shelves.room[full], shelves.room[free]
-    (mine, my_samples), (theirs, their_samples) = shelves.held(full), shelves.held(free)
+def _swap_between(loads: RankLoads, full: int, free: int) -> set[int]:
+    """Swap the pair of samples whose cost difference is nearest to the excess, if the other rank has the capacity."""
+    excess, spare = -loads.spare[full], loads.spare[free]
+    (full_costs, full_samples), (free_costs, free_samples) = loads.samples_of(full), loads.samples_of(free)
     best: tuple[float, int, int] | None = None
-    if not theirs:
+    if not free_costs:
         return set()
-    for place in range(len(mine) - 1, -1, -1):
-        other = max(0, bisect_right(theirs, mine[place] - excess) - 1)
-        moved = mine[place] - theirs[other]
+    for position in range(len(full_costs) - 1, -1, -1):
+        other = max(0, bisect_right(free_costs, full_costs[position] - excess) - 1)
+        moved = full_costs[position] - free_costs[other]
         if moved <= 0:
             break
-        if moved <= room and (best is None or abs(moved - excess) < best[0]):
-            best = abs(moved - excess), place, other
-    if best is None or not _has_space(shelves, full, free, my_samples[best[1]], their_samples[best[2]]):
+        if moved <= spare and (best is None or abs(moved - excess) < best[0]):
+            best = abs(moved - excess), position, other
+    if best is None or not _fits_after_swap(loads, full, free, full_samples[best[1]], free_samples[best[2]]):
         return set()
-    _swap(shelves, full, best[1], free, best[2])
+    _swap(loads, full, best[1], free, best[2])
     return {full, free}
 
 
-def _cheapest(shelves: Shelves) -> list[int]:
-    """The cheapest samples of all: as many as a few ranks hold."""
-    few = min(len(shelves.rank), 4 * (len(shelves.rank) // shelves.problem.world_size + 1))
-    return np.argsort(shelves.problem.costs, kind="stable")[:few].tolist()
+def _cheapest_samples(loads: RankLoads) -> list[int]:
+    """Return the cheapest samples of all ranks: as many as a few ranks hold."""
+    few = min(len(loads.rank), 4 * (len(loads.rank) // loads.problem.world_size + 1))
+    return np.argsort(loads.problem.costs, kind="stable")[:few].tolist()
 
 
-def _exchange_for_cheapest(shelves: Shelves, full: int, cheapest: list[int]) -> set[int]:
-    """A rank whose largest sample is nearly the whole of its time can only hold the cheapest ones beside it."""
-    costs, touched = shelves.problem.costs, {full}
-    for cost, sample in reversed(list(zip(*shelves.held(full), strict=True))):
-        if shelves.room[full] >= 0:
+def _swap_for_cheapest(loads: RankLoads, full: int, cheapest: list[int]) -> set[int]:
+    """Swap for the cheapest samples: a rank whose largest sample nearly fills the target can hold no others."""
+    costs, touched = loads.problem.costs, {full}
+    for cost, sample in reversed(list(zip(*loads.samples_of(full), strict=True))):
+        if loads.spare[full] >= 0:
             break
         for cheap in cheapest:
-            free, moved = int(shelves.rank[cheap]), cost - float(costs[cheap])
+            free, moved = int(loads.rank[cheap]), cost - float(costs[cheap])
             if moved <= 0:
                 break
-            if free != full and shelves.room[free] >= moved and _has_space(shelves, full, free, sample, cheap):
-                _swap(shelves, full, shelves.held(full)[1].index(sample), free, shelves.held(free)[1].index(cheap))
+            if free != full and loads.spare[free] >= moved and _fits_after_swap(loads, full, free, sample, cheap):
+                (_, full_samples), (_, free_samples) = loads.samples_of(full), loads.samples_of(free)
+                _swap(loads, full, full_samples.index(sample), free, free_samples.index(cheap))
                 touched.add(free)
                 break
     return touched if len(touched) > 1 else set()
 
 
-def _swap(shelves: Shelves, full: int, place: int, free: int, other: int) -> None:
-    mine, theirs = shelves.take(full, place), shelves.take(free, other)
-    shelves.put(free, mine)
-    shelves.put(full, theirs)
+def _swap(loads: RankLoads, full: int, position: int, free: int, other: int) -> None:
+    full_item, free_item = loads.take(full, position), loads.take(free, other)
+    loads.put(free, full_item)
+    loads.put(full, free_item)
 
 
-def _has_space(shelves: Shelves, full: int, free: int, mine: int, theirs: int) -> bool:
-    tokens = shelves.problem.tokens
-    moved = int(tokens[mine] - tokens[theirs])
-    return shelves.has_space(free, moved) and shelves.has_space(full, -moved)
+def _fits_after_swap(loads: RankLoads, full: int, free: int, full_sample: int, free_sample: int) -> bool:
+    tokens = loads.problem.tokens
+    moved = int(tokens[full_sample] - tokens[free_sample])
+    return loads.has_token_capacity(free, moved) and loads.has_token_capacity(full, -moved)

@@ -1,5 +1,7 @@
-"""Moves samples to the ranks that will compute them: lengths to everyone, a plan that everyone makes alike, and then
-only the samples that change ranks, with all their features in one transfer.
+"""Moves samples to the ranks that compute them.
+
+All ranks gather the lengths, compute the same placement, and then exchange only the samples that change ranks, with all
+features in one all-to-all.
 """
 
 import math
@@ -18,62 +20,62 @@ from freescale.transport.base import Transport
 from freescale.transport.chunked import as_bytes
 
 Groups = Mapping[str, Events]
-"""A batch as groups of features that share their lengths: one value per sample, one per event, one per candidate."""
+"""A batch as groups of features with common lengths: one value per sample, per event, or per candidate."""
 
 
-class Plan(Protocol):
-    """Says where samples go, the same on all ranks."""
+class StepPlanner(Protocol):
+    """Places the samples of a step, identically on all ranks."""
 
-    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
-        """From the lengths of all samples, by group, and their homes."""
+    def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
+        """Return the placement for the lengths of all samples, by group, and their source ranks."""
 
-    def tells(self) -> Sequence[int]:
-        """What this rank has to say before the next plan; as many numbers on every rank."""
+    def local_stats(self) -> Sequence[int]:
+        """Return what this rank shares before the next plan; of one length on every rank."""
 
-    def hears(self, told: Ints) -> None:
-        """What all ranks said."""
+    def receive_stats(self, stats: Ints) -> None:
+        """Receive what all ranks shared."""
 
     def report(self) -> list[str]:
-        """How samples were dealt, for people."""
+        """Return how samples were placed, as human-readable lines."""
 
 
-class Exchange:
-    """Balances one batch after another. All ranks take part, with as many samples as each has."""
+class SampleExchange:
+    """Balances batch after batch. All ranks take part, each with any number of samples."""
 
-    def __init__(self, transport: Transport, plan: Plan) -> None:
+    def __init__(self, transport: Transport, plan: StepPlanner) -> None:
         self._transport, self.plan = transport, plan
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
         self._digest = 0
-        """Of the plan before: told to the others with the next lengths."""
+        """Checksum of the last placement, compared over the ranks with the next lengths."""
 
-    def balanced(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
-        """The samples that this rank is to compute: first its own that stay, then those that come."""
-        lengths, homes = self._lengths_of_all(groups)
-        placement = self.plan({name: lengths[:, i] for i, name in enumerate(groups)}, homes)
+    def exchange(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
+        """Return the samples that this rank computes: first its own that stay, then those that arrive."""
+        lengths, source_rank = self._gather_lengths(groups)
+        placement = self.plan({name: lengths[:, i] for i, name in enumerate(groups)}, source_rank)
         self._digest = zlib.crc32(placement.rank.tobytes())
-        mine = homes == self._rank
-        going = np.flatnonzero(mine & (placement.rank != self._rank))
-        going = going[np.argsort(placement.rank[going], kind="stable")]
-        coming = np.flatnonzero(~mine & (placement.rank == self._rank))
+        mine = source_rank == self._rank
+        outgoing = np.flatnonzero(mine & (placement.rank != self._rank))
+        outgoing = outgoing[np.argsort(placement.rank[outgoing], kind="stable")]
+        incoming = np.flatnonzero(~mine & (placement.rank == self._rank))
         staying = np.flatnonzero(mine & (placement.rank == self._rank))
-        first = int(np.searchsorted(homes, self._rank))
-        packed = Packing(groups)
+        first = int(np.searchsorted(source_rank, self._rank))
+        packed = SamplePacking(groups)
         sizes = lengths @ packed.bytes_per_row
-        to, origin = placement.rank[going], homes[coming]
-        counts = _per_rank(sizes[going], to, self._world_size), _per_rank(sizes[coming], origin, self._world_size)
-        got = self._transport.all_to_all(packed.pack(going - first, to), *counts, name="samples").wait()
-        return packed.joined(staying - first, got, lengths[coming], origin), placement
+        to, origin = placement.rank[outgoing], source_rank[incoming]
+        counts = _per_rank(sizes[outgoing], to, self._world_size), _per_rank(sizes[incoming], origin, self._world_size)
+        got = self._transport.all_to_all(packed.pack(outgoing - first, to), *counts, name="samples").wait()
+        return packed.join(staying - first, got, lengths[incoming], origin), placement
 
-    def _lengths_of_all(self, groups: Groups) -> tuple[Ints, Ints]:
-        """[samples, groups] of all ranks in order, and the rank that each sample is on."""
+    def _gather_lengths(self, groups: Groups) -> tuple[Ints, Ints]:
+        """Return the lengths of all ranks' samples, [samples, groups], and the source rank of each sample."""
         own = torch.stack([events.lengths for events in groups.values()], dim=1)
-        said = torch.tensor([len(own), self._digest, *self.plan.tells()])
-        table = self._transport.all_gather(said, name="sample counts").wait().numpy()
+        stats = torch.tensor([len(own), self._digest, *self.plan.local_stats()])
+        table = self._transport.all_gather(stats, name="sample counts").wait().numpy()
         counts, digests = table[:, :2].T.tolist()
         if len(set(digests)) > 1:
-            remedy = "see that all hosts run the same versions of Python, numpy and freescale"
+            remedy = "make sure that all hosts run the same versions of Python, numpy and freescale"
             raise TransportError(f"ranks planned a step differently: {digests}", remedy=remedy)
-        self.plan.hears(table[:, 2:])
+        self.plan.receive_stats(table[:, 2:])
         padded = own.new_zeros(max(counts), own.shape[1])
         padded[: len(own)] = own
         every = self._transport.all_gather(padded, name="sample lengths").wait()
@@ -81,8 +83,8 @@ class Exchange:
         return lengths, np.repeat(np.arange(self._world_size), counts)
 
 
-class Packing:
-    """Samples as bytes: for each rank that they go to, feature after feature."""
+class SamplePacking:
+    """Packs samples into bytes: by destination rank, feature after feature."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -90,7 +92,7 @@ class Packing:
         self.bytes_per_row = np.array(sizes, dtype=np.int64)
 
     def pack(self, samples: Ints, to: Ints) -> Tensor:
-        """Some samples, in the order of the ranks that they go to. Each feature is gathered once, for all ranks."""
+        """Pack samples, which are in the order of their destination. Each feature is gathered once for all ranks."""
         ranks, first = np.unique(to, return_index=True)
         by_feature = []
         for events in self._groups.values():
@@ -104,31 +106,31 @@ class Packing:
         parts = [piece for of_rank in zip(*by_feature, strict=True) for piece in of_rank]
         return torch.cat(parts) if len(ranks) and parts else torch.empty(0, dtype=torch.uint8)
 
-    def joined(self, staying: Ints, got: Tensor, lengths: Ints, homes: Ints) -> dict[str, Events]:
-        """Samples that stay, and those that came from the ranks `homes`, with these lengths by group."""
+    def join(self, staying: Ints, got: Tensor, lengths: Ints, source_rank: Ints) -> dict[str, Events]:
+        """Return the samples that stay, followed by those received from `source_rank`, with their lengths by group."""
         kept = torch.from_numpy(staying)
-        arrived = self._unpack(got, lengths, homes)
-        found = {}
+        arrived = self._unpack(got, lengths, source_rank)
+        joined = {}
         for place, (name, events) in enumerate(self._groups.items()):
             counts = torch.cat([events.lengths[kept], torch.from_numpy(lengths[:, place])])
             rows = events.row_indices(kept)
             features = {n: torch.cat([v[rows], *arrived[name][n]]) for n, v in events.features.items()}
-            found[name] = Events(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), features)
-        return found
+            joined[name] = Events(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), features)
+        return joined
 
-    def _unpack(self, got: Tensor, lengths: Ints, homes: Ints) -> dict[str, dict[str, list[Tensor]]]:
-        """Every feature, in pieces by the rank that it came from."""
-        found: dict[str, dict[str, list[Tensor]]] = {n: {f: [] for f in g.features} for n, g in self._groups.items()}
+    def _unpack(self, got: Tensor, lengths: Ints, source_rank: Ints) -> dict[str, dict[str, list[Tensor]]]:
+        """Return the received rows of every feature, one tensor per source rank."""
+        unpacked: dict[str, dict[str, list[Tensor]]] = {n: {f: [] for f in g.features} for n, g in self._groups.items()}
         begin = 0
-        for rank in np.unique(homes):
-            counts = lengths[homes == rank].sum(axis=0).tolist()
+        for rank in np.unique(source_rank):
+            counts = lengths[source_rank == rank].sum(axis=0).tolist()
             for count, (name, events) in zip(counts, self._groups.items(), strict=True):
                 for feature, like in events.features.items():
                     end = begin + count * _row_bytes(like)
                     rows = got[begin:end].clone().view(like.dtype).view(count, *like.shape[1:])
-                    found[name][feature].append(rows)
+                    unpacked[name][feature].append(rows)
                     begin = end
-        return found
+        return unpacked
 
 
 def _row_bytes(values: Tensor) -> int:

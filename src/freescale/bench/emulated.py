@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from freescale.balance.cost import Cost, Products, fit, sizes
+from freescale.balance.cost import Cost, NormalEquations, fit, sizes
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
@@ -128,7 +128,7 @@ def calibrate_compute(config: RunConfig, world: World) -> EmulatedCompute:
         world.transport.sum(0, name="calibration")  # shows the waiting ranks that rank 0 makes progress
     constants = torch.zeros(5, dtype=torch.float64)
     if world.is_rank_zero:
-        products = Products()
+        products = NormalEquations()
         for batch, least in zip(batches, np.min(seconds, axis=0), strict=True):
             tokens, pairs = sizes(batch.history.lengths.numpy())
             products.add([[1.0, len(batch), tokens.sum(), pairs.sum()]], [least])

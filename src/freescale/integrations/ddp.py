@@ -24,7 +24,7 @@ from torch import Tensor
 from freescale.balance.cost import Cost
 from freescale.balance.placement import Ints, Placement
 from freescale.balance.planner import Planner
-from freescale.balance.sample_exchange import Exchange
+from freescale.balance.sample_exchange import SampleExchange
 from freescale.config import BalanceConfig
 from freescale.data.batch import Events
 from freescale.data.loader import prefetch
@@ -72,7 +72,7 @@ class BalancedLoader:
         self._batches: _Exchanged | _Placed
         if callable(length):
             path = "samples are exchanged between ranks, behind compute"
-            exchange = None if transport is None else Exchange(transport, plan)
+            exchange = None if transport is None else SampleExchange(transport, plan)
             self._batches = _Exchanged(loader, length, plan, Form(padded or {}), exchange)
         else:
             path = "every rank reads the samples that it is to compute, and nothing moves"
@@ -103,7 +103,7 @@ class _Exchanged:
     """Batches whose samples move between ranks."""
 
     def __init__(
-        self, loader: Iterable[Any], length: _Length, plan: "_Plan", form: Form, exchange: Exchange | None
+        self, loader: Iterable[Any], length: _Length, plan: "_Plan", form: Form, exchange: SampleExchange | None
     ) -> None:
         self._loader, self._length, self._plan, self._form, self._exchange = loader, length, plan, form, exchange
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -117,7 +117,7 @@ class _Exchanged:
         # All ranks have balanced the same number of batches when they end, so none waits for another in vain.
         return prefetch(self._balanced(self._exchange), _AHEAD, drain=True)
 
-    def _balanced(self, exchange: Exchange) -> Iterator[Any]:
+    def _balanced(self, exchange: SampleExchange) -> Iterator[Any]:
         """Until no rank has anything left: who ends earlier goes on with what others give."""
         if self._device is not None:  # each thread has its own, and a DataLoader pins memory for it
             torch.cuda.set_device(self._device)
@@ -126,7 +126,7 @@ class _Exchanged:
             batch = next(batches, None if batch is None else without_samples(batch))
             groups = _NO_GROUPS if batch is None else self._form.apart(batch, self._length(batch).long())
             self._plan.form = "" if batch is None else described(groups)
-            moved, placement = exchange.balanced(groups)
+            moved, placement = exchange.exchange(groups)
             if not len(placement.rank):
                 return
             yield scaled(self._form.joined(batch, moved), self._plan.scale)
@@ -144,22 +144,22 @@ class _Plan:
         """The loss scale of a step with samples of these lengths."""
         return self.world_size / max(1, int(self._terms(lengths).sum()))
 
-    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
+    def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
         """As every rank plans."""
         self.scale = self.scale_of(lengths[LENGTH])
-        return self._planner({"history": lengths[LENGTH]}, homes)
+        return self._planner({"history": lengths[LENGTH]}, source_rank)
 
-    def tells(self) -> Sequence[int]:
+    def local_stats(self) -> Sequence[int]:
         """What this rank's batch looks like; 0 before its loader has given any."""
         return (zlib.crc32(self.form.encode()),)
 
-    def hears(self, told: Ints) -> None:
+    def receive_stats(self, stats: Ints) -> None:
         """What the batches of all ranks look like. Every rank raises the same error, so none waits for another."""
-        if without := np.flatnonzero(told == zlib.crc32(b"")).tolist():
+        if without := np.flatnonzero(stats == zlib.crc32(b"")).tolist():
             what = f"the loaders of these ranks give no batch at all: {', '.join(map(str, without))}"
             remedy = "give every rank some samples; an iterator that was used up gives none a second time"
             raise DataError(what, remedy=remedy)
-        if len(np.unique(told)) > 1:
+        if len(np.unique(stats)) > 1:
             what = "the batches of the ranks differ in their tensors, so samples cannot move between them"
             remedy = "pad to one width everywhere, or name what is padded: padded={'item': 0}"
             raise DataError(what, where=f"this rank's have {self.form}", remedy=remedy)
@@ -175,7 +175,7 @@ class Plan(Protocol):
 
     scale: float
 
-    def __call__(self, lengths: Mapping[str, Ints], homes: Ints) -> Placement:
+    def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
         """From the lengths of a step."""
 
 

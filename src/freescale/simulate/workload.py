@@ -12,7 +12,7 @@ import numpy as np
 import numpy.ma  # the first np.unique would import it during the timed planning
 
 from freescale.balance.cost import Cost
-from freescale.balance.estimate import places
+from freescale.balance.estimate import draw_indices
 from freescale.balance.placement import Floats, Ints
 from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig
@@ -150,7 +150,7 @@ def sample_steps(
     """Yield steps of random samples: `lengths`, weighted by `counts`."""
     share, source_rank = np.cumsum(counts) / counts.sum(), np.repeat(np.arange(world_size), batch)
     for _ in range(steps):
-        yield SampledStep(lengths[places(share, world_size * batch, rng)], source_rank)
+        yield SampledStep(lengths[draw_indices(share, world_size * batch, rng)], source_rank)
 
 
 def plan_step(

@@ -18,7 +18,7 @@ from freescale import config as configs
 from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches, Batches
-from freescale.balance.sample_exchange import Exchange
+from freescale.balance.sample_exchange import SampleExchange
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import checkpoints
@@ -162,7 +162,7 @@ def _balance(
     transport, hosts = transport_for_samples(transport_name, timeout=config.train.timeout)
     planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
     transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
-    return BalancedBatches(loader, Exchange(transport, planner)), planner
+    return BalancedBatches(loader, SampleExchange(transport, planner)), planner
 
 
 def _require_columns(config: RunConfig, loader: Loader) -> None:

@@ -33,7 +33,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(components, self.progress, folder, metrics)
         self._policy = FaultPolicy(self._train.on_fault)
         self._stopwatch = components.planner.stopwatch if components.planner is not None else None
-        components.profiler.on_compute_time = self._stopwatch.took if self._stopwatch is not None else None
+        components.profiler.on_compute_time = self._stopwatch.record_time if self._stopwatch is not None else None
         self._meter = StepMeter(components.planner)
         self._loss_terms = LossTermCounter(components)
         self._stop_requested_at = 0.0
@@ -167,7 +167,7 @@ class Trainer:
         lengths = batch.history.lengths.numpy()
         candidates = np.zeros_like(lengths) if batch.candidates is None else batch.candidates.lengths.numpy()
         if self._stopwatch is not None:
-            self._stopwatch.given(self.progress.done, lengths, candidates)
+            self._stopwatch.record_samples(self.progress.done, lengths, candidates)
         return float(self.components.cost.of(lengths, candidates).sum())
 
     def _learning_rates(self) -> LearningRates:
