@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests.support.fuzz import TARGETS, Files, accepts, as_json, bounded_memory, fuzz, sealed, valid_data, valid_run
+from tests.support.fuzz import TARGETS, accepts, bounded_memory, fuzz
+from tests.support.fuzz_training_inputs import sealed, valid_data
+from tests.support.fuzz_training_outputs import valid_run
+from tests.support.fuzz_values import Files, as_json
 
 BODY = json.loads(valid_data()["manifest.json"])["data"]
 (_, _, PARTS), *_ = BODY["stripes"]

@@ -28,7 +28,10 @@ from freescale.data.validation import Quarantine
 from freescale.errors import DataError
 from freescale.train import curves
 from tests.support import ids, loader
-from tests.support.fuzz import TARGETS, Files, accepts, some_histories, some_steps, valid_data, valid_run
+from tests.support.fuzz import TARGETS, accepts
+from tests.support.fuzz_training_inputs import some_histories, valid_data
+from tests.support.fuzz_training_outputs import some_steps, valid_run
+from tests.support.fuzz_values import Files
 
 SOURCE = Path(__file__).parents[2] / "src"
 
