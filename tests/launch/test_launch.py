@@ -14,8 +14,8 @@ import pytest
 
 from freescale.checkpoint.run_folder import LOCK, RunLock
 from freescale.errors import UsageError
-from freescale.launch import AGENT
-from freescale.launch.launcher import Hosts, launch_ranks
+from freescale.launch import AGENT, Hosts
+from freescale.launch.launcher import launch_ranks
 from freescale.launch.rendezvous import Rendezvous
 
 WORDS = ["--version"]

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from freescale.errors import UsageError
-from freescale.launch.launcher import Hosts
+from freescale.launch import Hosts
 from freescale.launch.rendezvous import Rendezvous
 from freescale.launch.restart_decision import RestartDecision
 from freescale.transport.world import store_prefix

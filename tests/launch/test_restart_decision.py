@@ -3,7 +3,7 @@
 import pytest
 
 from freescale.errors import UsageError
-from freescale.launch.launcher import Hosts
+from freescale.launch import Hosts
 from freescale.launch.restart_decision import HostStatus, RestartDecision, decide
 
 

@@ -9,7 +9,8 @@ from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
 from freescale.config import RECIPES, RunConfig, resolve, to_toml
-from freescale.launch.launcher import Hosts, launch_ranks
+from freescale.launch import Hosts
+from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
 _TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).

@@ -2,46 +2,19 @@
 
 import contextlib
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 
 from freescale.checkpoint.run_folder import RunLock
 from freescale.errors import UsageError
-from freescale.launch import is_forked, is_rank
+from freescale.launch import Hosts, is_forked, is_rank
 from freescale.progress import progress
 
 _SPIN_COUNT = "1000"
 """How often an OpenMP thread polls for work before it sleeps: some microseconds. The default is milliseconds, during
 which it takes a core from other runs on the machine."""
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """How many hosts take part, and the address of the rendezvous store."""
-
-    least: int = 1
-    most: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port, for a single host."""
-
-    @staticmethod
-    def parse(hosts: str, endpoint: str) -> "Hosts | None":
-        """Parse `--hosts 2:4 --rdzv-endpoint 10.0.0.1:29400`; None if neither is given."""
-        if not hosts and not endpoint:
-            return None
-        count, place = re.fullmatch(r"(\d+)(?::(\d+))?", hosts), re.fullmatch(r"(.+):(\d+)", endpoint)
-        if count is None or place is None or not 0 < int(count[1]) <= int(count[2] or count[1]):
-            values = f"--hosts {hosts or '(nothing)'} --rdzv-endpoint {endpoint or '(nothing)'}"
-            raise UsageError(
-                f"{values} does not name a number of hosts and an address",
-                remedy="on every host the same, for example: --hosts 2:4 --rdzv-endpoint 10.0.0.1:29400",
-            )
-        return Hosts(int(count[1]), int(count[2] or count[1]), place[1], int(place[2]))
 
 
 def launch_ranks(

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from freescale.errors import TransportError, UsageError, reason
-from freescale.launch.launcher import Hosts
+from freescale.launch import Hosts
 from freescale.launch.restart_decision import RestartDecision
 from freescale.transport.world import store_prefix
 
