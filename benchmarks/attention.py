@@ -1,11 +1,11 @@
-"""What does HSTU attention cost on a CPU, against dense products of matrices with the same FLOPs? And how much memory?
+"""Measures time and memory of HSTU attention on a CPU, against dense matrix products with the same FLOPs.
 
     python benchmarks/attention.py [--batch 128] [--longest 2048] [--widths 256 128 64 50 32] [--rounds 5]
                                    [--memory 2048 8192] [--out FILE.json]
 
-Forward and backward on lengths of the preset `heavy`, one thread, all in turns: with pairs in C, with pairs by torch
-operators (what runs where there is no compiler), and the dense products. Memory: one sample of each length, in a
-process of its own; what the call added at most to what was there before.
+Forward and backward on lengths of the preset `heavy`, one thread, in turns: with pairs in C, with pairs in torch
+operators (the fallback without a compiler), and the dense products. Memory: the peak that the call adds for one sample
+of each length, in a separate process.
 """
 
 import argparse
@@ -52,12 +52,12 @@ def time(lengths: list[int], width: int, rounds: int) -> dict[str, object]:
     }
 
 
-def grown(length: int, width: int) -> float:
-    """Megabytes that one forward and backward adds at most, beyond the tensors that it reads."""
+def added_peak_mb(length: int, width: int) -> float:
+    """Return the megabytes that one forward and backward adds to the peak, beyond its operands."""
     torch.set_num_threads(1)
-    attention.run_operator(problem([64], width))  # what is loaded once
+    attention.run_operator(problem([64], width))  # loads libraries
     of = problem([length], width)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak_mb()
     attention.run_operator(of)
     return peak_mb() - before
@@ -70,7 +70,7 @@ def peak_mb() -> float:
 
 def memory(lengths: list[int], width: int) -> dict[str, object]:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        found = {length: round(pool.apply(grown, (length, width)), 1) for length in lengths}
+        found = {length: round(pool.apply(added_peak_mb, (length, width)), 1) for length in lengths}
     return {"width": width, "memory_mb": found, "one_matrix_of_pairs_mb": {n: n * n * 4 >> 20 for n in lengths}}
 
 

@@ -1,9 +1,9 @@
-"""What does a step cost on jagged sequences, against the same model on sequences padded to the longest?
+"""Measures a step on jagged sequences, against the same model on sequences padded to the longest.
 
     python benchmarks/jagged.py [--batch 128] [--longest 1024] [--dim 64] [--repeats 3] [--out FILE.json]
 
-Forward and backward of HSTU and SASRec on lengths of the preset `heavy`, one thread, both sides in turn. Padded means
-what it means elsewhere: every sample computed at the length of the longest, padding included.
+Forward and backward of HSTU and SASRec on lengths of the preset `heavy`, one thread, both in turns. Padded: every
+sample is computed at the length of the longest one, padding included.
 """
 
 import argparse

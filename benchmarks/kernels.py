@@ -1,10 +1,10 @@
-"""What do the attention kernels take on GPUs that are not here? Compiled ahead of time, and counted from their grid.
+"""Compiles the attention kernels for GPUs ahead of time and counts their resources and work.
 
     python benchmarks/kernels.py [--archs 80 90 100] [--widths 25 32 50 64 128 256] [--out FILE.json]
 
-Registers, shared memory and spills by NVIDIA's assembler; that fp32 is never rounded to TF32 and that nothing is added
-atomically, from the PTX; work per program, products and bytes, from the work list of `heavy` and `kuairand` lengths.
-Needs no GPU. Nothing here says how fast a kernel is.
+Registers, shared memory and spills come from NVIDIA's assembler; the absence of TF32 and of float atomics from the PTX;
+work per program, products and bytes from the tile schedule of `heavy` and `kuairand` lengths. Needs no GPU. Does not
+measure speed.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def compiled(name: str, sizes: KernelConfig, arch: int) -> Any:
 
 
 def usage(name: str, sizes: KernelConfig, arch: int) -> dict[str, object]:
-    """What the assembler says, and what must not be in the code that it is given."""
+    """Return the output of the assembler, and whether the PTX has TF32 or float atomics."""
     found = compiled(name, sizes, arch)
     ptx = found.asm["ptx"]
     tool = get_ptxas(arch).path
@@ -101,13 +101,13 @@ def usage(name: str, sizes: KernelConfig, arch: int) -> dict[str, object]:
 
 
 def load(dealt: TileSchedule) -> torch.Tensor:
-    """Tiles of each program."""
+    """Return the tiles of each program."""
     items = dealt.items
     return ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1).double()
 
 
 def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> dict[str, object]:
-    """How evenly the work of a batch is dealt to the programs that one GPU runs at a time."""
+    """Return the balance of a batch's work over the programs that a GPU runs at a time."""
     block, programs = KernelConfig(heads, 64, True).block, 2 * processors // heads
     worst = {"rows": 0.0, "columns": 0.0}
     for seed in range(3):

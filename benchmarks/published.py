@@ -1,8 +1,8 @@
-"""What the simulator says of runs that others published: their settings as inputs, and nothing fitted.
+"""Compares the simulator with published runs: their settings are inputs, and nothing is fitted.
 
     python benchmarks/published.py --out benchmarks/results/published.json
 
-What they did not publish is drawn from a stated range; given are the middle and where eight of ten draws lie.
+Unpublished settings are drawn from a stated range; results are the median and the 10% and 90% quantiles.
 
 FreeScale (MLSys 2026, as reported by third parties): up to 256 H100, 8 x 200 Gb/s, histories up to 21,000 or 8,000,
 batches of 128; row-wise tables. Not published: lengths, widths, layers, features, how many ids repeat.

@@ -1,4 +1,4 @@
-"""Do the recipes reach the published quality?
+"""Measures the quality of the recipes against published results.
 
     python benchmarks/quality.py --data data/ml1m --runs runs [--recipes hstu-ml1m ...] [--steps N] [--out FILE.json]
 

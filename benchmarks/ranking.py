@@ -1,4 +1,4 @@
-"""How near does ranking come to the best that anyone could say? On a log whose labels are drawn by known chances.
+"""Measures ranking against the optimum, on a log whose labels have known probabilities.
 
     python benchmarks/ranking.py [--users 16000] [--test-users 8000] [--ranks 1 2] [--seeds 0 1 2] [--out FILE.json]
 

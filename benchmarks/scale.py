@@ -1,11 +1,10 @@
-"""From 8 to 16,384 GPUs: which term breaks first.
+"""Simulates 8 to 16,384 GPUs: which term grows first.
 
     python benchmarks/scale.py --out benchmarks/results/scale.json
 
 Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity. At
-every size: a step with nothing and with everything, what planning takes here, what telling all ranks all lengths takes,
-what a transfer between all ranks takes beside its bytes, which share of the rows collides, and how even the ranks are
-if samples are dealt only inside groups of 256.
+every size: a step with nothing and with everything, the time of planning on this machine, of gathering all lengths and
+of an empty all-to-all, the share of rows that collide, and the balance if samples move only inside groups of 256.
 """
 
 import argparse

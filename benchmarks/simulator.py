@@ -1,11 +1,11 @@
-"""Is the simulator right? Real runs of 2 and 4 ranks over shaped links, against what it predicts of them.
+"""Compares the simulator with real runs of 2 and 4 ranks over shaped links.
 
     python benchmarks/simulator.py --out benchmarks/results/simulator.json
 
-Every rank has a host of its own (a network namespace). On the timed compute lane, runs with nothing, balance, priority,
-both, and nothing again take turns over the same samples, at two rates of the links. The simulator learns how quick a
-rank and its links are from the run with nothing, and predicts the others: the step, and every cause above 5% of it.
-The same with real compute on two ranks stands beside it.
+Every rank has its own host (a network namespace). With emulated compute, runs with nothing, balance, priority, both
+and nothing again take turns over the same samples, at two link rates. It fits the speed of ranks and links to
+the run with nothing, and predicts the others: the step, and every cause above 5% of it. The same with real compute on
+two ranks is added.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from processes import on_ranks
 from record import save
 
 SAMPLES, STEP, COST = 8, 0.01, Cost(token=4e-5, pair=2e-7)
-"""Of a rank; seconds of the timed lane: of a step, and of its samples."""
+"""Samples of a rank; seconds of emulated compute: of a step, and of its samples."""
 WORTH = 0.05
 """Of a step: causes below are noise."""
 TURNS = {
@@ -77,7 +77,7 @@ def settings(options: argparse.Namespace, ranks: int, techniques: Techniques) ->
 
 
 class Recording:
-    """The timed lane, which writes down the lengths of the samples that it is given."""
+    """Emulated compute that records the lengths of its samples."""
 
     def __init__(self) -> None:
         self.lengths: list[list[int]] = []

@@ -1,10 +1,10 @@
-"""The claim, end to end: the bubbles of a step, against TorchRec's plain loop and its SparseDist pipeline.
+"""Measures the bubbles of a step, against TorchRec's plain loop and its SparseDist pipeline.
 
     python benchmarks/step.py --out benchmarks/results/step.json
 
-What `freescale bench step` measures, on hosts of a lab (network namespaces, a rank each) whose links are shaped: 2 and
-4 ranks on the timed compute lane, and 2 ranks with real compute, without a bound, on the loopback. Histories as
-KuaiRand's, 32 times shorter, and `heavy`. A page of each is written beside the figures.
+Runs `freescale bench step` on hosts of a lab (network namespaces, one rank each) with shaped links: 2 and 4 ranks with
+emulated compute, and 2 ranks with real compute, without a target, on the loopback. Histories like KuaiRand's, 32 times
+shorter, and `heavy`. Writes a page of each beside the figures.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from record import save
 PRESETS: dict[synthetic.Preset, tuple[int, int]] = {"heavy": (4, 256), "kuairand": (32, 64)}
 """How many times shorter histories are made, and samples of a rank."""
 EXACT_ITEMS, EXACT_SAMPLES = 20_000, 16
-"""Where all ways are trained in earnest and their losses compared."""
+"""Data on which the losses of all variants are compared."""
 
 
 def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) -> RunConfig:
@@ -88,7 +88,7 @@ def of_preset(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="on the timed lane")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="with emulated compute")
     parser.add_argument("--mbit", type=float, default=400, help="of the links between the hosts")
     parser.add_argument("--items", type=int, default=4_370_000, help="of the catalogue: as many as KuaiRand-1K's")
     parser.add_argument("--samples", type=int, help="of a rank")
