@@ -1,4 +1,4 @@
-"""Is a rank that is killed at any moment named by all others in time, and is nothing of it left behind?
+"""Do all other ranks name a rank that is killed at any moment, and does nothing of it stay behind?
 
     python benchmarks/kills.py [--kills 100] [--timeout 10] [--out FILE.json]
 
@@ -34,8 +34,8 @@ LANES = 2
 GRACE_SECONDS = 5.0
 
 
-class Told(io.StringIO):
-    """What a rank would write on its terminal, for who watches it."""
+class PipeWriter(io.StringIO):
+    """Sends the stderr of a rank to the benchmark."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__()
@@ -48,17 +48,17 @@ class Told(io.StringIO):
 
 
 def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Connection) -> None:
-    """Exchange rows in both lanes; say how it ended."""
+    """Exchange rows in both lanes and report how it ended."""
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
-    sys.stderr = Told(pipe)  # whoever cannot even join says so there, and ends
+    sys.stderr = PipeWriter(pipe)  # whoever cannot even join says so there, and ends
     try:
         world = init_world(timeout=setting["timeout"])
-        ways = TransportFactory(world)
-        urgent = ways.create(setting["way"])
-        lanes = [urgent, ways.create(setting["way"], urgent=urgent)]
+        factory = TransportFactory(world)
+        urgent = factory.create(setting["way"])
+        lanes = [urgent, factory.create(setting["way"], urgent=urgent)]
         for number in range(setting["exchanges"]):
             rows = int(np.random.default_rng((setting["seed"], number)).integers(1, 300_000))
             counts = [rows] * ranks
@@ -90,7 +90,7 @@ def trial(seed: int, port: int, timeout: float, *, kill: bool = True) -> dict[st
         time.sleep(after)
         processes[victim].kill()
     began = time.monotonic()
-    told = {rank: _heard(pipes[rank], timeout + GRACE_SECONDS) for rank in range(ranks) if rank != victim or not kill}
+    told = {rank: _receive(pipes[rank], timeout + GRACE_SECONDS) for rank in range(ranks) if rank != victim or not kill}
     seconds = time.monotonic() - began
     for process in processes:
         process.join(5)
@@ -111,7 +111,7 @@ def trial(seed: int, port: int, timeout: float, *, kill: bool = True) -> dict[st
     }
 
 
-def _heard(pipe: Connection, seconds: float) -> str:
+def _receive(pipe: Connection, seconds: float) -> str:
     try:
         return pipe.recv() if pipe.poll(seconds) else "nothing in time"
     except EOFError:
@@ -119,7 +119,7 @@ def _heard(pipe: Connection, seconds: float) -> str:
 
 
 def left_behind() -> dict[str, int]:
-    """What a process can leave: files of shared memory, and sockets that the kernel named."""
+    """Count what a process can leave: shared memory files and abstract sockets."""
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()
     return {"shared memory": len(os.listdir("/dev/shm")), "sockets": sum(" @" in line for line in sockets)}
 

@@ -1,4 +1,4 @@
-"""How quick a rank and its links are, from a run that did one thing after another with nothing balanced.
+"""Measures the speed of a rank and its links, from a serial run without balancing.
 
 Then each span is one operation, and each transfer had the links to itself. For `simulator.py`.
 """
@@ -24,7 +24,7 @@ SMALL, WARM = 4 << 10, 3
 
 
 def measured(samples: Mapping[int, Sequence[StepSample]], model: ModelCost) -> DeviceModel:
-    """A rank, from serial steps."""
+    """Return the device model of a rank from serial steps."""
     schedule = serial(sharded=model.sharded, micro_batches=model.micro_batches)
     steps = [sample.step for number, of_ranks in samples.items() if number > WARM for sample in of_ranks]
     spans = [_by_operation(step, schedule) for step in steps]
@@ -50,14 +50,14 @@ def measured(samples: Mapping[int, Sequence[StepSample]], model: ModelCost) -> D
 
 
 def buckets(model: ModelCost, samples: Mapping[int, Sequence[StepSample]]) -> ModelCost:
-    """With the gradients of the dense part as they were sent: all of them, and those that came last."""
+    """Return the model cost with dense gradient buckets as sent: all of them, and the last."""
     step = next(iter(samples.values()))[0].step
     sent = [transfer.size for transfer in step.transfers if transfer.kind == "dense gradients"]
     return replace(model, dense_bytes=float(sum(sent)), last_bytes=float(sent[-1]))
 
 
 def linked(cluster: Cluster, samples: Mapping[int, Sequence[StepSample]], *, ranks: int) -> Cluster:
-    """A cluster with the latency and the rates of a host's links as the transfers of a run had them."""
+    """Return the cluster with link latency and rates measured from the transfers of a run."""
     of = [_transfers(of_ranks) for number, of_ranks in samples.items() if number > WARM]
     small = [_took(t).max() for step in of for kind in step.values() for t in kind if t[0].size <= SMALL]
     latency = statistics.median(small)
@@ -78,7 +78,7 @@ def linked(cluster: Cluster, samples: Mapping[int, Sequence[StepSample]], *, ran
 
 
 def _ring_bytes(buckets: Sequence[Sequence[Transfer]], topology: Topology, latency: float, ranks: int) -> float:
-    """Bytes per second of a step's buckets, each of which goes when the one before it is done."""
+    """Return bytes per second of a step's buckets, sent one after another."""
     size, seconds, before = 0.0, 0.0, 0
     for bucket in buckets:
         came, done = max(t.arrived for t in bucket), max(t.done for t in bucket)
@@ -89,7 +89,7 @@ def _ring_bytes(buckets: Sequence[Sequence[Transfer]], topology: Topology, laten
 
 
 def _transfers(of_ranks: Sequence[StepSample]) -> dict[str, list[list[Transfer]]]:
-    """Of one step: by kind, each transfer as all ranks saw it."""
+    """Return the transfers of one step by kind, each as seen by all ranks."""
     found: dict[str, list[list[Transfer]]] = {}
     for transfer in of_ranks[0].step.transfers:
         same = [t for sample in of_ranks for t in sample.step.transfers if t.name == transfer.name]
@@ -98,13 +98,13 @@ def _transfers(of_ranks: Sequence[StepSample]) -> dict[str, list[list[Transfer]]
 
 
 def _took(of_ranks: Sequence[Transfer]) -> Floats:
-    """Seconds of each rank, since the last one came."""
+    """Return the seconds of each rank since the last arrival."""
     last = max(t.arrived for t in of_ranks)
     return np.array([t.done - last for t in of_ranks]) / 1e9
 
 
 def _by_operation(step: RankStep, schedule: Schedule) -> dict[str, Span]:
-    """The spans of a serial step: one for each operation, in order, behind what goes before the step."""
+    """Return the span of each operation of a serial step."""
     spans = _of_operations(step, schedule)
     expected = [o.cause if o.cause in COMPUTE else "host" for o in schedule.operations]
     if [span.kind for span in spans] != expected:
@@ -113,7 +113,7 @@ def _by_operation(step: RankStep, schedule: Schedule) -> dict[str, Span]:
 
 
 def _seconds(steps: Sequence[RankStep], spans: Sequence[Mapping[str, Span]], *names: str) -> Floats:
-    """Of each step: how long operations kept the thread busy, without their waits."""
+    """Return, per step, the busy time of operations without their waits."""
     return np.array(
         [
             sum(busy_seconds(step, span) for key, span in of.items() if key.split("/")[0] in names)
@@ -127,11 +127,11 @@ def _sent(step: RankStep, *kinds: str) -> int:
 
 
 def _between(steps: Sequence[RankStep], schedule: Schedule) -> float:
-    """Seconds of a step before its first operation."""
+    """Return the seconds of a step before its first operation."""
     first = [_of_operations(step, schedule)[0].begin - step.begin for step in steps]
     return statistics.median(first) / 1e9
 
 
 def _of_operations(step: RankStep, schedule: Schedule) -> list[Span]:
-    """Without waits inside of them."""
+    """Return the spans of operations, without waits inside of them."""
     return [span for span in step.spans if span.kind not in TRAFFIC][-len(schedule.operations) :]

@@ -35,7 +35,7 @@ from processes import on_ranks
 
 
 def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
-    """A step as one would write it by hand."""
+    """Return a step of a plain PyTorch loop."""
     assembly = build_sharded_model(config, world, build_model(config, items=items))
     network, tables = assembly.module, assembly.tables
     assert tables is not None
@@ -59,7 +59,7 @@ def bare_loop(config: Any, world: World, items: int) -> Callable[[Batch], None]:
 
 
 class Alternating:
-    """Batches for the trainer; whenever a block of them is used up, both bare loops get their turn first."""
+    """Batches for the trainer; before each block, both bare loops run theirs."""
 
     def __init__(self, batches: list[Batch], loader: Loader, bare: list[Callable[[Batch], None]], blocks: int) -> None:
         self.batches, self._loader, self._bare, self._blocks = batches, loader, bare, blocks
@@ -82,7 +82,7 @@ class Alternating:
         return self._loader.state_dict()
 
     def report(self) -> list[str]:
-        """Nothing was set aside."""
+        """Return no lines."""
         return []
 
     @contextlib.contextmanager
@@ -93,7 +93,7 @@ class Alternating:
 
 
 def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str, list[tuple[float, float]]]:
-    """CPU and wall seconds of each block of steps."""
+    """Return CPU and wall seconds of each block of steps."""
     overrides = ["--data.path", f"{folder}/data", "--train.save-every", str(10**9), "--train.max-steps", "0"]
     config = resolve("tiny", [*overrides, "--data.split", "none"])
     loader = Loader(config.data, seed=0, rank=world.rank, world_size=options.ranks)
@@ -108,7 +108,7 @@ def on_rank(world: World, options: argparse.Namespace, folder: str) -> dict[str,
 
 
 def summary(seconds: dict[str, list[tuple[float, float]]], steps: int) -> dict[str, Any]:
-    """Ratios of neighbouring blocks, but for the first, which warms up, and the last, in which the run ends."""
+    """Return ratios of neighbouring blocks, without the first (warm-up) and the last (shutdown)."""
     kept = {name: blocks[1:] for name, blocks in seconds.items()}
     found: dict[str, Any] = {}
     for place, kind in enumerate(("cpu", "wall")):

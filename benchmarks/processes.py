@@ -1,4 +1,4 @@
-"""Real ranks for measurements: processes over gloo, on the loopback or on the hosts of a lab."""
+"""Rank processes for benchmarks, over gloo, on the loopback interface or the hosts of a lab."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from freescale.transport.world import destroy_world, init_world
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab | None = None) -> Any:
-    """Run `function(world, *arguments)` on every rank; gives what rank 0 returned. Ranks of a lab: one per host."""
+    """Run `function(world, *arguments)` on every rank; return rank 0's result. In a lab: one rank per host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,7 +49,7 @@ def _run(
 
 
 def _end_with_the_measurement() -> None:
-    """Ranks are children of a process that outlives whoever started the measurement and was killed."""
+    """End this rank when the benchmark is killed: its parent, the forkserver, would outlive it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -30,7 +30,7 @@ STEP_MS = 50.0
 
 
 def microseconds(call: Callable[[], Any], times: int) -> float:
-    """Of one call, in CPU time; the median of some rounds."""
+    """Return the CPU time of one call, the median of several rounds."""
     rounds = []
     for _ in range(7):
         before = time.thread_time_ns()
@@ -41,7 +41,7 @@ def microseconds(call: Callable[[], Any], times: int) -> float:
 
 
 def marks() -> dict[str, float]:
-    """Microseconds of each call that writes something down."""
+    """Return the microseconds of each recording call."""
     recorder = Recorder(0)
 
     def span() -> None:
@@ -65,7 +65,7 @@ def marks() -> dict[str, float]:
 
 
 def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int]]:
-    """Of each step: microseconds of bookkeeping, spans and transfers."""
+    """Return, per step: microseconds of bookkeeping, spans and transfers."""
     options = ["--data.path", f"{folder}/data", "--train.epochs", "100", "--train.max-steps", str(steps)]
     config = resolve("tiny", [*options, "--train.save-every", str(10**9)])
     model = EmulatedModel(
@@ -73,8 +73,8 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
     )
     trainer = build(config, world, Path(folder) / "run", model=model)
     seen: list[tuple[float, int, int]] = []
-    bubbles = trainer.components.profiler
-    end_step, cut = bubbles.end_step, bubbles.recorder.end_step
+    profiler = trainer.components.profiler
+    end_step, end_recorded_step = profiler.end_step, profiler.recorder.end_step
 
     def timed_end_step(work: float = 0.0) -> None:
         before = time.thread_time_ns()
@@ -83,12 +83,12 @@ def on_rank(world: World, steps: int, folder: str) -> list[tuple[float, int, int
 
     counts: list[tuple[int, int]] = []
 
-    def counting_cut(step: int, work: float = 0.0) -> Any:
-        taken = cut(step, work)
-        counts.append((len(taken.spans), len(taken.collectives)))
-        return taken
+    def counted_end_step(step: int, work: float = 0.0) -> Any:
+        marks = end_recorded_step(step, work)
+        counts.append((len(marks.spans), len(marks.collectives)))
+        return marks
 
-    bubbles.end_step, bubbles.recorder.cut = timed_end_step, counting_cut  # type: ignore[method-assign]
+    profiler.end_step, profiler.recorder.end_step = timed_end_step, counted_end_step  # type: ignore[method-assign]
     trainer.fit()
     return seen
 

@@ -1,4 +1,4 @@
-"""What balance wins in a step: the share of a rank's time that goes by waiting for the slowest one.
+"""What balancing gains in a step: the share of time that ranks wait for the slowest one.
 
     python benchmarks/straggler.py --out benchmarks/results/straggler.json
 
@@ -39,18 +39,18 @@ TURNS = (("without", "off"), ("with", "on"), ("without again", "off"))
 
 
 @dataclass(frozen=True)
-class Compute:
-    """Seconds of a step, as measured."""
+class MeasuredCompute:
+    """Measured seconds of a step."""
 
     step: float
     cost: Cost
 
     def of(self, lengths: Any) -> float:
-        """Of a rank that holds samples of these lengths."""
+        """Return the seconds of a rank with samples of these lengths."""
         return self.step + float(self.cost.of(lengths).sum())
 
     def lane(self, config: RunConfig, slower: Callable[[], float] = lambda: 1.0) -> EmulatedModel:
-        """A model that waits so long."""
+        """Return an emulated model that takes this time."""
 
         def seconds(inputs: Inputs) -> tuple[float, float]:
             whole = slower() * self.of(inputs.layout.lengths.numpy())  # type: ignore[attr-defined]
@@ -79,14 +79,14 @@ def settings(options: argparse.Namespace, steps: int, seed: int, *words: str) ->
 
 
 def trained(config: RunConfig, world: World, folder: Path, model: EmulatedModel | None = None) -> Any:
-    """Train, and give the trainer back."""
+    """Train and return the trainer."""
     trainer = build(config, world, folder, model=model)
     trainer.fit()
     return trainer
 
 
 def shares(folder: Path) -> dict[str, float]:
-    """Of a run: a step, and what balance is about."""
+    """Return the step time and the causes that balancing affects."""
     found = summarize(read_intervals(folder))
     ms = {line.cause: line.ms for line in found.lines}
     return {
@@ -97,18 +97,18 @@ def shares(folder: Path) -> dict[str, float]:
     }
 
 
-def calibrated(world: World, options: argparse.Namespace, folder: Path) -> tuple[Compute, float]:
-    """From a run with real compute, alike on all ranks: what a sample costs, and by how much that is off."""
+def calibrated(world: World, options: argparse.Namespace, folder: Path) -> tuple[MeasuredCompute, float]:
+    """Return the cost of a sample from a run with real compute, and its error; the same on all ranks."""
     config = settings(options, options.calibration_steps, 99, "--balance.adapt")
     planner = trained(config, world, folder).parts.planner
     found = planner.calibration
-    return Compute(found.step, found.cost), found.error
+    return MeasuredCompute(found.step, found.cost), found.error
 
 
 def in_turns(
-    world: World, options: argparse.Namespace, folder: Path, compute: Compute, *, timed: bool
+    world: World, options: argparse.Namespace, folder: Path, compute: MeasuredCompute, *, timed: bool
 ) -> dict[str, Any]:
-    """Runs without, with, and again without balance, over the same samples; then other samples."""
+    """Run without, with, and again without balancing over the same samples; then over other samples."""
     words = ["--balance.cost", *map(str, compute.cost.constants)]
     found: dict[str, list[dict[str, float]]] = {name: [] for name, _ in TURNS}
     plans = []
@@ -123,13 +123,13 @@ def in_turns(
     return compared(found, plans, compute) if world.is_rank_zero else {}
 
 
-def _predicted_gain(without: dict[str, float], plan: dict[str, float], compute: Compute) -> float:
-    """A step is shorter by what the slowest rank has less to compute."""
+def _predicted_gain(without: dict[str, float], plan: dict[str, float], compute: MeasuredCompute) -> float:
+    """Predict the gain: the slowest rank computes less."""
     work = without["compute_ms"] - 1e3 * compute.step
     return without["step_ms"] / (without["step_ms"] - work * (plan["max_over_mean_before"] - plan["max_over_mean"]))
 
 
-def compared(found: dict[str, list[dict[str, float]]], plans: list[Any], compute: Compute) -> dict[str, Any]:
+def compared(found: dict[str, list[dict[str, float]]], plans: list[Any], compute: MeasuredCompute) -> dict[str, Any]:
     """Medians over turns, and ratios within a turn."""
     without, balanced, again = found.values()
     pairs = list(zip(without, balanced, again, strict=True))
@@ -161,7 +161,7 @@ def compared(found: dict[str, list[dict[str, float]]], plans: list[Any], compute
 
 
 def idle(folder: Path, begin: int, end: int) -> float:
-    """Share of a rank's time, over the sampled steps of a range, that it waits for a slower one."""
+    """Return the share of time that ranks wait for slower ones, over the sampled steps of a range."""
     waited = wall = 0
     for step, samples in read_samples(folder).items():
         for ledger in (account(sample.step, sample.last) for sample in samples if begin < step <= end):
@@ -169,7 +169,7 @@ def idle(folder: Path, begin: int, end: int) -> float:
     return waited / wall
 
 
-def slow_rank(world: World, options: argparse.Namespace, folder: Path, compute: Compute) -> dict[str, Any]:
+def slow_rank(world: World, options: argparse.Namespace, folder: Path, compute: MeasuredCompute) -> dict[str, Any]:
     """The last rank is slower for the first half of a run."""
     half, found = options.adapt_steps // 2, []
     for turn in range(options.turns):

@@ -1,4 +1,4 @@
-"""Does every way bring what gloo brings, how long does it take, and how much of the CPU?
+"""Does every transport deliver what gloo delivers, how long does it take, and how much CPU?
 
     python benchmarks/transport.py [--exchanges 2000] [--large 3] [--ranks 2 4 8] [--turns 8] [--out FILE.json]
 
@@ -39,13 +39,13 @@ DTYPES = (
 )
 SHAPES = ((), (1,), (3,), (64,), (2, 5))
 LARGE_ROWS = (1 << 28) + 4097
-"""Of 8 bytes: somewhat above 2 GiB."""
+"""Of 8 bytes each: slightly above 2 GiB."""
 
 
 def exchanges(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Random exchanges by every way; counts those that are not bitwise what gloo brings."""
-    ways = TransportFactory(world)
-    opened = {name: ways.create(name) for name in ways.available if name != "c10d"}
+    """Run random exchanges over every transport; count those that differ from gloo's bitwise."""
+    factory = TransportFactory(world)
+    opened = {name: factory.create(name) for name in factory.available if name != "c10d"}
     wrong = dict.fromkeys(opened, 0)
     for number in range(options.exchanges):
         rows, send, receive = _drawn(world, number)
@@ -58,7 +58,7 @@ def exchanges(world: World, options: argparse.Namespace) -> dict[str, Any]:
         "exchanges": options.exchanges,
         "above_2_gib": options.large,
         "wrong": dict(zip(wrong, counts, strict=True)),
-        "impossible": ways.unavailable,
+        "impossible": factory.unavailable,
     }
 
 
@@ -88,7 +88,7 @@ def _drawn(world: World, number: int) -> tuple[torch.Tensor, list[int], list[int
 
 
 def _large(world: World, number: int, rows: int) -> tuple[torch.Tensor, list[int], list[int]]:
-    """One message above 2 GiB, from a rank to the next one; a few rows between all others."""
+    """Return one message above 2 GiB from a rank to the next, and a few rows between all others."""
     splits = np.full((world.world_size, world.world_size), 3)
     splits[number % world.world_size, (number + 1) % world.world_size] = rows
     send, receive = splits[world.rank].tolist(), splits[:, world.rank].tolist()
@@ -96,9 +96,9 @@ def _large(world: World, number: int, rows: int) -> tuple[torch.Tensor, list[int
 
 
 def speed(world: World, megabytes: int, names: tuple[str, str], turns: int) -> dict[str, Any]:
-    """Two ways in turns, and the first against itself: milliseconds of an exchange, and of CPU that all ranks spent."""
-    ways = TransportFactory(world)
-    opened = {name: ways.create(name) for name in names} | {"again": world.transport}
+    """Compare two transports, interleaved, and the first with itself: milliseconds and CPU of an exchange."""
+    factory = TransportFactory(world)
+    opened = {name: factory.create(name) for name in names} | {"again": world.transport}
     counts = [(megabytes << 18) // world.world_size] * world.world_size
     rows = torch.rand(sum(counts))
     times = max(2, 128 // megabytes)
@@ -124,7 +124,7 @@ def speed(world: World, megabytes: int, names: tuple[str, str], turns: int) -> d
 def _taken(
     world: World, transport: Transport, rows: torch.Tensor, counts: list[int], times: int
 ) -> tuple[float, float]:
-    """Milliseconds of the slowest rank, and CPU of all, per exchange."""
+    """Return milliseconds of the slowest rank and CPU of all ranks, per exchange."""
     world.transport.sum(0, name="meet")
     began, busy = time.perf_counter_ns(), time.process_time_ns()
     for _ in range(times):
@@ -135,7 +135,7 @@ def _taken(
 
 
 def staged(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Through buffers of the host against gloo, between two hosts."""
+    """Compare host staging with gloo, between two hosts."""
     found = []
     with lab(2) as hosts:
         for mbit in options.mbit:

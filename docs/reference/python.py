@@ -19,7 +19,7 @@ _SECTIONS = {
         "integrations.torchrec.PrioritizedEmbeddingSharder",
         "integrations.torchrec.TransportEmbeddingSharder",
     ],
-    "Step profile": ["bubbles.book.Bubbles"],
+    "Step profile": ["bubbles.step_profiler.StepProfiler"],
     "Data": ["data.loader.Loader", "data.batch.Batch", "data.batch.Events"],
     "A custom model": [f"models.protocol.{name}" for name in ("Model", "Inputs", "Rows")] + ["train.build.build"],
 }
