@@ -1,10 +1,9 @@
-"""How much memory does an import hold, against the size of its log?
+"""Peak memory of an import against the size of its log.
 
     python benchmarks/importing.py [--events 20000000 60000000] [--memory-mb 256] [--out FILE.json]
 
-Writes event logs of growing size as CSV, in no order, and imports each in a process of its own. An import that is not
-bounded would grow with the log. Beside memory: the buckets on disk that the log was divided into, and the events that
-came out.
+Writes unordered CSV event logs of growing size and imports each in a separate process. The peak must not grow with the
+log. Also reports the number of bucket files on disk and of events in the data set.
 """
 
 import argparse
@@ -53,10 +52,10 @@ def measure(log: Path, target: Path, memory_mb: int) -> dict[str, float]:
     ]
     begin = time.perf_counter()
     child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL)
-    watched, peak, buckets = psutil.Process(child.pid), 0, 0
+    process, peak, buckets = psutil.Process(child.pid), 0, 0
     while child.poll() is None:
         try:
-            peak = max(peak, watched.memory_info().rss)
+            peak = max(peak, process.memory_info().rss)
         except psutil.Error:
             break
         buckets = max(buckets, len(list(target.parent.glob(".freescale-import-*/buckets-events/*"))))

@@ -1,10 +1,10 @@
-"""How fast, and in how much memory, does the loader stream? Against pyarrow alone scanning the same columns.
+"""Throughput and memory of the loader, against a pyarrow scan of the same columns.
 
     python benchmarks/streaming.py [--events 20000000] [--repeats 5] [--presets NAME ...] [--out FILE.json]
 
-Each measurement runs in a process of its own; ours and pyarrow's alternate. The ratio is of rows per second, ours over
-pyarrow's, beside the spread of pyarrow against itself. Memory is the largest resident size above that of a process that
-has imported the same modules and opened nothing.
+Each measurement runs in a separate process; loader and pyarrow alternate. The ratio is rows per second of the loader
+over pyarrow, reported with the spread of pyarrow against itself. Memory is the peak resident size above that of a
+process that only imported the same modules.
 """
 
 import argparse
@@ -41,9 +41,9 @@ def stream(path: str, order: Any, workers: int) -> int:
 
 
 def measure(what: str, path: str, order: str, workers: int) -> dict[str, float]:
-    """Run one measurement in this process and report rows, seconds and the growth of resident memory."""
+    """Run one measurement in this process; return rows, seconds and growth of resident memory."""
     import psutil
-    import torch  # noqa: F401  both sides import both, so that the bare process is the same
+    import torch  # noqa: F401  both sides import the same modules
 
     import freescale.data.loader  # noqa: F401
 
@@ -73,18 +73,18 @@ def child(*arguments: object) -> dict[str, float]:
 
 def compare(preset: str, path: str, order: str, workers: int, repeats: int) -> dict[str, object]:
     pairs = [(child("scan", path, order, 0), child("stream", path, order, workers)) for _ in range(repeats)]
-    theirs = [a["rows"] / a["seconds"] for a, _ in pairs]
-    ours = [b["rows"] / b["seconds"] for _, b in pairs]
-    ratios = [b / a for a, b in zip(theirs, ours, strict=True)]
-    again = [b / a for a, b in pairwise(theirs)]
+    pyarrow_speeds = [a["rows"] / a["seconds"] for a, _ in pairs]
+    speeds = [b["rows"] / b["seconds"] for _, b in pairs]
+    ratios = [b / a for a, b in zip(pyarrow_speeds, speeds, strict=True)]
+    again = [b / a for a, b in pairwise(pyarrow_speeds)]
     return {
         "preset": preset,
         "order": order,
         "workers": workers,
         "rows": int(pairs[0][1]["rows"]),
         "pyarrow_rows": int(pairs[0][0]["rows"]),
-        "rows_per_second": round(statistics.median(ours)),
-        "pyarrow_rows_per_second": round(statistics.median(theirs)),
+        "rows_per_second": round(statistics.median(speeds)),
+        "pyarrow_rows_per_second": round(statistics.median(pyarrow_speeds)),
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
         "pyarrow_against_itself": [round(min(again), 3), round(max(again), 3)] if again else [],
@@ -111,10 +111,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for preset in options.presets:
             path = f"{folder}/{preset}"
-            made = synthetic.write_log(path, preset, users=max(64, options.events // MEAN_LENGTH[preset]))
+            manifest = synthetic.write_log(path, preset, users=max(64, options.events // MEAN_LENGTH[preset]))
             for order in ("shuffle", "log"):
                 result = compare(preset, path, order, workers=2, repeats=options.repeats)
-                results.append({"events": made.events, **result})
+                results.append({"events": manifest.events, **result})
                 print(json.dumps(results[-1]), flush=True)
     record.save(options.out, results)
 

@@ -1,4 +1,4 @@
-"""Promise: a page opens offline in a real browser, asks for nothing, and runs nothing that came from data."""
+"""A page opens offline in a real browser, fetches nothing, and executes nothing from data."""
 
 import html.parser
 import re
@@ -21,25 +21,25 @@ def in_browser(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     if not shutil.which("chromium"):
         pytest.skip("needs chromium")
     with tempfile.TemporaryDirectory() as profile:
-        # In a network of its own, in which there is nobody: whatever opens there opens offline.
+        # In an empty network namespace, so that the page must open offline.
         command = ["unshare", "--net", *BROWSER, *QUIET, f"--user-data-dir={profile}", *options, path.as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
 class Links(html.parser.HTMLParser):
-    """What a page would fetch."""
+    """Collects the resources that a page would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.resources: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
+        self.resources += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
         if tag in ("script", "link", "iframe", "object"):
-            self.found.append(tag)
+            self.resources.append(tag)
 
 
-def test_the_stats_page_opens_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_stats_page_opens_and_fetches_nothing(tmp_path: Path) -> None:
     synthetic.write_log(tmp_path / "data", "heavy", users=3000)
     assert (
         main(
@@ -59,7 +59,7 @@ def test_the_stats_page_opens_and_asks_for_nothing(tmp_path: Path) -> None:
     text = (tmp_path / "deep" / "stats.html").read_text()
     links = Links()
     links.feed(text)
-    assert links.found == []
+    assert links.resources == []
     shown = in_browser(tmp_path / "deep" / "stats.html", "--dump-dom").stdout
     for heading in ("Bubbles of random batches", "Lengths", "Popularity"):
         assert f"<h2>{heading}</h2>" in shown
@@ -81,7 +81,7 @@ def test_text_from_data_cannot_become_markup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [1e-9, 1e12], [3.0, 3.0, 3.0]])
 @pytest.mark.parametrize("log", [False, True])
-def test_a_chart_can_be_drawn_of_any_values(values: list[float], log: bool) -> None:
+def test_charts_accept_any_values(values: list[float], log: bool) -> None:
     positions = [float(i + 1) for i in range(len(values))]
     drawn = page.line_chart([page.Series("s", positions, values)], page.Axis("x", log=log), page.Axis("y", log=log))
     numbers = [float(n) for n in re.findall(r'c[xy]="(-?[\d.]+)"', drawn)]

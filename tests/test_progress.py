@@ -1,4 +1,4 @@
-"""Guarantee: long work shows how far it is and how long it will take, and never mixes with results.
+"""Long tasks show their progress and remaining time, and progress never mixes with results.
 
 On a terminal a bar, elsewhere a line now and then, nothing with `--quiet` and nothing but on rank 0.
 """
@@ -42,7 +42,7 @@ class Clock:
         return self.now
 
 
-def test_the_time_left_follows_the_mean_speed_and_counts_down_between_advances() -> None:
+def test_the_remaining_time_follows_the_mean_speed_and_counts_down_between_updates() -> None:
     clock = Clock()
     bar = ProgressBar("work", 10, clock=clock)
     assert bar.state().seconds_left is None
@@ -52,7 +52,7 @@ def test_the_time_left_follows_the_mean_speed_and_counts_down_between_advances()
     clock.now += 1
     assert bar.state().seconds_left == 15
     clock.now += 95
-    assert bar.state().seconds_left == 150, "4 of 10 are not done before now, 100 seconds after the beginning"
+    assert bar.state().seconds_left == 150, "the fourth of 10 ends after now, 100 seconds after the start"
     bar.update(4, seconds_left=123.0)
     clock.now += 3
     assert bar.state().seconds_left == 120
@@ -60,13 +60,13 @@ def test_the_time_left_follows_the_mean_speed_and_counts_down_between_advances()
     assert bar.state().seconds_left == 0
 
 
-def test_no_time_is_promised_without_a_total_or_a_beginning() -> None:
+def test_there_is_no_estimate_without_a_total_or_progress() -> None:
     assert estimate_remaining(5, None, 1.0) is None
     assert estimate_remaining(0, 10, 1.0) is None
     assert estimate_remaining(12, 10, 6.0) == 0, "a total may have been an estimate"
 
 
-def test_a_plain_line_comes_after_ten_seconds_and_then_every_thirty() -> None:
+def test_a_plain_line_is_printed_after_ten_seconds_and_then_every_thirty() -> None:
     printed: list[float] = []
     for second in range(100):
         if line_is_due(float(second), second - printed[-1] if printed else None):
@@ -86,7 +86,7 @@ def test_a_plain_line_comes_after_ten_seconds_and_then_every_thirty() -> None:
         (ProgressState("sorting", "buckets", 0, 1, 12.0), "sorting: 0:12"),
     ],
 )
-def test_a_plain_line_says_share_time_left_and_counts_or_counts_and_speed(state: ProgressState, line: str) -> None:
+def test_a_plain_line_shows_fraction_remaining_time_and_counts_or_speed(state: ProgressState, line: str) -> None:
     assert plain_line(state) == line
 
 
@@ -98,16 +98,16 @@ def test_a_line_fits_its_terminal(width: int, total: int | None, text: str) -> N
     line = fit_line(ProgressState(text, "steps", 1234, total, 3600.0, 7200.0, details), width)
     assert len(f"{line.text} {'━' * (line.bar or 1)}  {line.figures}^C") < width
     assert (line.bar > 0) == (total is not None)
-    assert total is None or width < 60 or "2:00:00 left" in line.figures, "the time left is dropped last"
+    assert total is None or width < 60 or "2:00:00 left" in line.figures, "the remaining time is dropped last"
     assert width < 120 or text != "training" or "tokens/s" in line.figures
 
 
-def test_lines_follow_the_clock_of_the_command_through_all_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_follow_the_clock_of_the_command_through_all_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     display = ProgressDisplay(clock)
     display.begin()
     printed: dict[float, str] = {}
-    for part in range(9):  # of 7 seconds each: none takes long enough for a line of its own
+    for part in range(9):  # 7 seconds each: none is long enough for a line
         bar = ProgressBar(f"part {part}", in_background=False, clock=clock)
         display.open(bar)
         for _ in range(7):
@@ -119,7 +119,7 @@ def test_lines_follow_the_clock_of_the_command_through_all_its_parts(capsys: pyt
     assert printed == {10: "part 1: 0:03\n", 40: "part 5: 0:05\n"}
 
 
-def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_nested_task_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     display = ProgressDisplay(clock)
     display.begin()
@@ -134,7 +134,7 @@ def test_a_short_part_inside_another_is_not_shown(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "inner: 0:31\n"
 
 
-def test_a_part_that_has_just_begun_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_just_started_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     display = ProgressDisplay(clock)
     display.begin()
@@ -148,14 +148,14 @@ def test_a_part_that_has_just_begun_prints_no_line(capsys: pytest.CaptureFixture
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a piece of work prints where the first line comes at once."""
+    """Output of a task when the first line is due immediately."""
     monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)
     with session(), progress("work", total=4, at_once=True, in_background=False):
         pass
     return capsys.readouterr().err
 
 
-def test_rank_zero_alone_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_zero_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(capsys, monkeypatch) == "work: 0%\n"
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.setenv(name, "0")
@@ -166,12 +166,12 @@ def test_rank_zero_alone_shows_progress(capsys: pytest.CaptureFixture[str], monk
 
 
 def _drawing() -> bool:
-    """Whether a thread draws, a moment from now."""
+    """Whether a drawing thread runs after a short wait."""
     time.sleep(0.1)
     return any(thread.name == "freescale-progress" for thread in threading.enumerate())
 
 
-def test_a_measurement_runs_without_a_thread_beside_it() -> None:
+def test_a_measurement_runs_without_a_drawing_thread() -> None:
     with progress("around"):
         assert _drawing()
         for _ in track([1, 2], "measuring", in_background=False):
@@ -180,7 +180,7 @@ def test_a_measurement_runs_without_a_thread_beside_it() -> None:
     assert not _drawing()
 
 
-def test_work_that_is_tracked_is_whole_and_in_order() -> None:
+def test_tracked_items_are_complete_and_in_order() -> None:
     assert list(track(iter("abc"), "letters", size=len)) == ["a", "b", "c"]
 
 
@@ -200,29 +200,29 @@ from freescale.data import histories
 from freescale.log import warning_once
 progress.SHOW_SECONDS = progress.FIRST_LINE_SECONDS = progress.LINE_SECONDS = 0.2
 real = histories._group_by_user
-def slow(*given):
+def slow(*arguments):
     time.sleep(1.2)
     warning_once("logged meanwhile")
     print("a result")
     time.sleep(0.3)
-    return real(*given)
+    return real(*arguments)
 histories._group_by_user = slow
 sys.exit(main(sys.argv[1:]))
 """
 
 
 class ImportOutput(NamedTuple):
-    """What an import printed."""
+    """Output of an import."""
 
-    told: str
-    """On stderr."""
+    stderr: str
+    """From stderr."""
     result: str
-    """On stdout, which is a file."""
+    """From stdout, redirected to a file."""
 
 
 @pytest.fixture(scope="module")
 def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImportOutput]:
-    """A long import on a terminal of 60 columns, on a quiet one, and without one, side by side."""
+    """A long import on a terminal of 60 columns, on a terminal with --quiet, and without a terminal."""
     folder = tmp_path_factory.mktemp("progress")
     log = folder / "log.csv"
     log.write_text("user_id,item_id,timestamp\n" + "".join(f"{i % 50},{i % 7},{i}\n" for i in range(1000)))
@@ -235,45 +235,45 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImportOutput]
         with (folder / f"{name}.out").open("wb") as out:
             running[name] = ours, subprocess.Popen(command, stdout=out, stderr=theirs, env=environment)
         os.close(theirs)
-    found = {}
+    outputs = {}
     for name, (ours, process) in running.items():
-        told = b"".join(iter(partial(_read, ours), b""))
+        stderr = b"".join(iter(partial(_read, ours), b""))
         os.close(ours)
-        assert process.wait(60) == 0, told
-        found[name] = ImportOutput(told.decode(), (folder / f"{name}.out").read_text())
-    return found
+        assert process.wait(60) == 0, stderr
+        outputs[name] = ImportOutput(stderr.decode(), (folder / f"{name}.out").read_text())
+    return outputs
 
 
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
-    except OSError:  # how Linux says that the other side is closed
+    except OSError:  # Linux: the other side is closed
         return b""
 
 
 def test_a_long_import_shows_a_bar_on_a_terminal_and_leaves_it_clean(imports: dict[str, ImportOutput]) -> None:
-    told = imports["bar"].told
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", told)]
+    stderr = imports["bar"].stderr
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", stderr)]
     assert any(re.fullmatch(r"sorting histories [|/\\-]  0:0\d", line) for line in lines)
-    assert "warning: logged meanwhile" in lines, "a log record has a line of its own"
+    assert "warning: logged meanwhile" in lines, "a log record has a separate line"
     assert max(map(len, lines)) < 60
-    assert told.rindex("\x1b[?25h") > told.rindex("\x1b[?25l"), "the cursor is shown again"
-    assert told.endswith("\x1b[1A\x1b[2K"), "the line of the bar is cleared at the end"
+    assert stderr.rindex("\x1b[?25h") > stderr.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert stderr.endswith("\x1b[1A\x1b[2K"), "the line of the bar is cleared at the end"
 
 
 def test_a_long_import_prints_lines_without_a_terminal(imports: dict[str, ImportOutput]) -> None:
-    lines = imports["lines"].told.splitlines()
+    lines = imports["lines"].stderr.splitlines()
     assert any(re.fullmatch(r"sorting histories: 0:0\d", line) for line in lines)
-    assert "\x1b" not in imports["lines"].told
+    assert "\x1b" not in imports["lines"].stderr
 
 
 def test_a_quiet_import_shows_nothing(imports: dict[str, ImportOutput]) -> None:
-    assert imports["quiet"].told == "\r\x1b[Kwarning: logged meanwhile\r\n"
+    assert imports["quiet"].stderr == "\r\x1b[Kwarning: logged meanwhile\r\n"
 
 
-def test_results_are_apart_from_progress(imports: dict[str, ImportOutput]) -> None:
+def test_results_are_separate_from_progress(imports: dict[str, ImportOutput]) -> None:
     for imported in imports.values():
         first, last = imported.result.splitlines()
         assert first == "a result"
         assert last.endswith(": 50 users, 7 items, 1,000 events")
-        assert "result" not in imported.told
+        assert "result" not in imported.stderr

@@ -1,25 +1,24 @@
-"""Writes the help of every command down: `python docs/reference/commands.py` makes the page beside it."""
+"""Generate commands.md from the help of every command: `python docs/reference/commands.py`."""
 
 import contextlib
 import io
 import os
 from pathlib import Path
 
-os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # before anybody asks how wide the terminal is
+os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # before the terminal width is read
 
 from freescale.cli.main import COMMANDS
 from freescale.cli.main import main as freescale
 
 _HEAD = """# Commands
 
-`freescale COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong use or config, 3 unusable data, 4 faulty
-install, 5 a rank lost, 6 NaN or overflow, 7 a file or folder that may not be used, 130 interrupted. `--json` prints
-what a program can read; errors go to stderr and say what, where, and the remedy.
+`freescale COMMAND --help` prints the same. Exit codes: 0 success, 1 failure, 2 invalid usage or config, 3 unusable
+data, 4 broken install, 5 lost rank, 6 NaN or Inf, 7 inaccessible file or folder, 130 interrupted. `--json` prints
+machine-readable output. Errors go to stderr with what, where and a remedy.
 
-A command that takes longer than two seconds shows its progress on stderr: on a terminal a bar with the time left,
-elsewhere a line after ten seconds and then every thirty; `--quiet` turns it off. Results go to stdout, so
-`> result.json` holds nothing else. Of several ranks only rank 0 shows progress. Benchmarks draw between their
-measurements, never during one.
+A command that takes longer than two seconds shows its progress on stderr: on a terminal a bar with the remaining time,
+elsewhere a line after ten seconds and then every thirty. `--quiet` disables it. Only results go to stdout. Only rank 0
+shows progress. Benchmarks draw between measurements, never during one.
 """
 
 
@@ -27,10 +26,10 @@ def page() -> str:
     """All commands, in the order of `freescale --help`."""
     parts = [_HEAD]
     for name in COMMANDS:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
             freescale([*name.split(), "--help"])
-        lines = "\n".join(line.rstrip() for line in said.getvalue().strip().splitlines())
+        lines = "\n".join(line.rstrip() for line in output.getvalue().strip().splitlines())
         parts.append(f"## freescale {name}\n\n```\n{lines}\n```\n")
     return "\n".join(parts)
 

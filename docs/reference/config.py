@@ -1,4 +1,4 @@
-"""Writes the fields of a config down: `python docs/reference/config.py` makes the page beside it."""
+"""Generate config.md from the config schema: `python docs/reference/config.py`."""
 
 import dataclasses
 import inspect
@@ -10,8 +10,8 @@ from freescale.config.load import field_docs, sections, toml_value, type_name
 
 _HEAD = """# Config
 
-A run is a TOML file of these tables; every field is also a flag (`--train.epochs 3`), and an unknown key is an error
-that names the nearest one. `freescale config tiny` prints a whole file with the same explanations as comments.
+A run is a TOML file of these tables. Every field is also a flag (`--train.epochs 3`). An unknown key is an error with
+the closest valid key. `freescale config tiny` prints a complete file with this documentation as comments.
 
 Recipes: {recipes}.
 """
@@ -30,7 +30,7 @@ def _section(name: str, schema: type) -> str:
         for f in dataclasses.fields(schema)
         if not dataclasses.is_dataclass(hints[f.name])
     ]
-    heading = f"[{name}]" if name else "At the top"
+    heading = f"[{name}]" if name else "Top level"
     table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
     return f"## {heading}\n\n{inspect.cleandoc(schema.__doc__ or '')}\n\n{table}\n"
 

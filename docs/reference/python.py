@@ -1,4 +1,4 @@
-"""Writes the public names down: `python docs/reference/python.py` makes the page beside it. Reads the source only."""
+"""Generate python.md from the source of the public API: `python docs/reference/python.py`."""
 
 import ast
 import textwrap
@@ -9,8 +9,8 @@ import freescale
 
 _HEAD = """# Python
 
-`import freescale as fs` gives every name that begins with `fs.` here; it loads when it is first used. What a custom
-model needs is imported by its full name.
+`import freescale as fs` provides every name that begins with `fs.` here, loaded on first use. Import the names for
+custom models by their full path.
 """
 _SECTIONS = {
     "Balance": ["integrations.ddp.BalancedLoader", "balance.cost.Cost", "balance.assign.assign"],
@@ -29,13 +29,13 @@ _COLUMNS = 116
 
 
 def page() -> str:
-    """Every public name with its signature and docstring, and its methods with the first paragraph of theirs."""
+    """Every public name with its signature and docstring, and its methods with their first paragraph."""
     shown = {name.rpartition(".")[2] for names in _SECTIONS.values() for name in names}
     if missing := set(freescale.__all__) - shown - set(_CONFIGS):
-        raise SystemExit(f"public names that are in no section of docs/reference/python.py: {sorted(missing)}")
+        raise SystemExit(f"public names missing from docs/reference/python.py: {sorted(missing)}")
     parts = [_HEAD]
     for heading, names in _SECTIONS.items():
-        parts += [f"## {heading}\n", *map(_described, names)]
+        parts += [f"## {heading}\n", *map(_describe, names)]
     configs = ", ".join(f"`fs.{name}`" for name in _CONFIGS)
     parts.append(
         f"## Config\n\n{textwrap.fill(configs, _COLUMNS)}:\ndataclasses with the fields of [the config](config.md).\n"
@@ -43,45 +43,45 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _described(path: str) -> str:
+def _describe(path: str) -> str:
     module, _, name = path.rpartition(".")
     source = Path(freescale.__file__).parent / f"{module.replace('.', '/')}.py"
-    (node,) = [one for one in ast.parse(source.read_text(encoding="utf-8")).body if getattr(one, "name", "") == name]
+    (node,) = [item for item in ast.parse(source.read_text(encoding="utf-8")).body if getattr(item, "name", "") == name]
     assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
     spelt = _SHORT.get(name, f"freescale.{path}")
-    call = _of_class(node, spelt) if isinstance(node, ast.ClassDef) else _call(spelt, node)
+    call = _class_call(node, spelt) if isinstance(node, ast.ClassDef) else _call(spelt, node)
     lines = [f"### {name}\n", f"```text\n{call}\n```\n", *_prose(ast.get_docstring(node) or "")]
     members = list(_members(node)) if isinstance(node, ast.ClassDef) else []
     return "\n".join([*lines, *members, *([""] if members else [])])
 
 
-def _of_class(node: ast.ClassDef, spelt: str) -> str:
-    """A class as it is constructed; a dataclass by its fields."""
-    inits = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+def _class_call(node: ast.ClassDef, spelt: str) -> str:
+    """Constructor call of a class; for a dataclass, with its fields."""
+    inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
     if inits:
         return f"class {_call(spelt, inits[0])}"
-    fields = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)]
+    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
     return f"class {_fitted(spelt, fields, '')}" if fields else f"class {spelt}"
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
-    """Public methods and properties. Those with a private parameter are called by the class itself."""
-    for one in node.body:
-        if not isinstance(one, ast.FunctionDef) or (one.name.startswith("_") and one.name != "__call__"):
+    """Public methods and properties, without those that have a private parameter."""
+    for item in node.body:
+        if not isinstance(item, ast.FunctionDef) or (item.name.startswith("_") and item.name != "__call__"):
             continue
-        if any(argument.arg.startswith("_") for argument in one.args.args):
+        if any(argument.arg.startswith("_") for argument in item.args.args):
             continue
-        is_property = any(isinstance(by, ast.Name) and by.id.endswith("property") for by in one.decorator_list)
-        said = (ast.get_docstring(one) or "").partition("\n\n")[0].replace("\n", " ")
-        yield f"- `{one.name if is_property else _call(one.name, one, columns=10_000)}`: {said}"
+        is_property = any(isinstance(by, ast.Name) and by.id.endswith("property") for by in item.decorator_list)
+        doc = (ast.get_docstring(item) or "").partition("\n\n")[0].replace("\n", " ")
+        yield f"- `{item.name if is_property else _call(item.name, item, columns=10_000)}`: {doc}"
 
 
 def _call(spelt: str, function: ast.FunctionDef, columns: int = _COLUMNS) -> str:
-    """A call with types and defaults as the source has them."""
+    """Signature with types and defaults from the source."""
     arguments = function.args
-    plain = [one for one in arguments.args if one.arg not in ("self", "cls")]
-    defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
-    words = [_argument(one, default) for one, default in zip(plain, defaults, strict=True)]
+    positional = [item for item in arguments.args if item.arg not in ("self", "cls")]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    words = [_argument(item, default) for item, default in zip(positional, defaults, strict=True)]
     words += ["*"] if arguments.kwonlyargs else []
     words += [_argument(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
     returns = (
@@ -90,20 +90,20 @@ def _call(spelt: str, function: ast.FunctionDef, columns: int = _COLUMNS) -> str
     return _fitted(spelt, words, f" -> {returns}" if returns and returns != "None" else "", columns)
 
 
-def _argument(one: ast.arg, default: ast.expr | None) -> str:
-    kind = f": {ast.unparse(one.annotation)}" if one.annotation else ""
-    return one.arg + kind + (f" = {ast.unparse(default)}" if default is not None else "")
+def _argument(item: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(item.annotation)}" if item.annotation else ""
+    return item.arg + kind + (f" = {ast.unparse(default)}" if default is not None else "")
 
 
 def _fitted(spelt: str, arguments: list[str], after: str, columns: int = _COLUMNS) -> str:
-    """In one line if that fits, else a line per argument."""
+    """One line if it fits, else one line per argument."""
     line = f"{spelt}({', '.join(arguments)}){after}"
     inside = textwrap.indent(",\n".join(arguments), "    ")
     return line if len(line) <= columns else f"{spelt}(\n{inside},\n){after}"
 
 
 def _prose(text: str) -> Iterator[str]:
-    """The paragraphs of a docstring. What follows a colon is code."""
+    """Paragraphs of a docstring. A paragraph after a colon is code."""
     before = ""
     for paragraph in text.split("\n\n"):
         yield f"```text\n{paragraph}\n```\n" if before.endswith(":") else f"{paragraph}\n"

@@ -1,7 +1,6 @@
-"""Every error a user can meet: what happened, where, and what to do about it.
+"""Errors with what happened, where, and a remedy.
 
-This room knows nothing of the others. A library's own exception never reaches the user: the room that called the
-library raises one of these instead, with the original as its cause.
+A package that calls a library converts the exceptions of that library to one of these, with the original as cause.
 """
 
 import difflib
@@ -11,11 +10,11 @@ from contextlib import contextmanager
 from os import PathLike
 
 INTERRUPTED = 130
-"""The exit code of who was asked to end."""
+"""Exit code after SIGINT or SIGTERM."""
 
 
 class FreeScaleError(Exception):
-    """An expected failure, told in three parts."""
+    """An expected failure: what, where, remedy."""
 
     exit_code = 1
 
@@ -26,18 +25,18 @@ class FreeScaleError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        told = {"where: ": self.where, "remedy:": self.remedy}
-        return "\n".join([self.what, *(f"  {name} {text}" for name, text in told.items() if text)])
+        details = {"where: ": self.where, "remedy:": self.remedy}
+        return "\n".join([self.what, *(f"  {name} {text}" for name, text in details.items() if text)])
 
 
 class UsageError(FreeScaleError):
-    """A command or an argument that does not exist or does not fit."""
+    """An unknown command or an invalid argument."""
 
     exit_code = 2
 
 
 class ConfigError(FreeScaleError):
-    """A config that cannot be run. `key` is the dotted field at fault, where one is."""
+    """An invalid config. `key`: the dotted name of the invalid field, if there is one."""
 
     exit_code = 2
 
@@ -47,50 +46,50 @@ class ConfigError(FreeScaleError):
 
 
 class DataError(FreeScaleError):
-    """Input data that cannot be used."""
+    """Unusable input data."""
 
     exit_code = 3
 
 
 class InstallError(FreeScaleError):
-    """A set of packages that does not work together."""
+    """Incompatible or missing packages."""
 
     exit_code = 4
 
 
 class TransportError(FreeScaleError):
-    """Data that did not arrive from another rank."""
+    """A failed transfer between ranks."""
 
     exit_code = 5
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
+_NAME_TAKEN = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
 _TRANSIENT = (*_FULL, errno.EIO, errno.ESTALE)
-"""A disk may have space again in a minute, and a file server may be back."""
-_OF_FILES = (*_TRANSIENT, *_FORBIDDEN, *_IN_THE_WAY, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors that may pass: a disk is cleaned up, a file server returns."""
+_FILE_ERRORS = (*_TRANSIENT, *_FORBIDDEN, *_NAME_TAKEN, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class StorageError(FreeScaleError):
-    """A file or a folder that the system does not let us read or write. Exit code 1 where trying again may help."""
+    """A file or folder that cannot be read or written. Exit code 1 if a retry may help, else 7."""
 
     exit_code = 7
 
     @staticmethod
     def from_os_error(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
-        """Describe an error of the system. `output`: what the user asked to write; another file may have failed."""
+        """Convert an OSError. `output`: the path that the user asked to write, if it differs from the failed file."""
         what = error.strerror or reason(error)
-        told = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
-        found = StorageError(told, where=str(output or error.filename or ""), remedy=_remedy(error.errno))
+        message = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
+        result = StorageError(message, where=str(output or error.filename or ""), remedy=_remedy(error.errno))
         if error.errno in _TRANSIENT:
-            found.exit_code = FreeScaleError.exit_code  # a launcher may restart what ends with it
-        return found
+            result.exit_code = FreeScaleError.exit_code  # a launcher may restart the process
+        return result
 
 
 @contextmanager
 def storage_errors(path: str | PathLike[str]) -> Iterator[None]:
-    """Raise what the system refuses meanwhile as a StorageError that names the path."""
+    """Convert OSErrors inside the block to a StorageError with this path."""
     try:
         yield
     except OSError as error:
@@ -98,30 +97,30 @@ def storage_errors(path: str | PathLike[str]) -> Iterator[None]:
 
 
 def is_file_error(error: OSError) -> bool:
-    """Whether an error of the system is about a file, rather than a connection or a process."""
-    return error.errno in _OF_FILES
+    """Whether an OSError is about a file rather than a connection or a process."""
+    return error.errno in _FILE_ERRORS
 
 
 def _remedy(number: int | None) -> str:
     if number in _FULL:
-        return "free some space there, or choose another place"
+        return "free disk space, or choose another path"
     if number in _FORBIDDEN:
-        return "choose a place that you may write to, or change its permissions"
-    if number in _IN_THE_WAY:
-        return "something else has that name: choose another"
-    return "see that the path exists and can be written"
+        return "choose a writable path, or change its permissions"
+    if number in _NAME_TAKEN:
+        return "another file or folder has that name: choose another name"
+    return "check that the path exists and is writable"
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, or list them all."""
-    names = sorted(known)
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Remedy for an unknown name: the closest valid name, or all of them."""
+    names = sorted(choices)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
-    return f"known: {', '.join(names)}"
+    return f"valid: {', '.join(names)}"
 
 
 def reason(error: BaseException) -> str:
-    """Give another library's complaint as one short line."""
+    """Message of an exception as one short line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]

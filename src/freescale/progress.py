@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar on a terminal, a plain line now and then elsewhere.
+"""Progress of long tasks on stderr: a bar on a terminal, periodic plain lines elsewhere.
 
     with progress("reading clicks.csv", total=size, unit="B") as bar:
         bar.advance(len(block))
@@ -6,8 +6,8 @@
     for batch in track(loader, "evaluating", unit="batches"):
         ...
 
-A command that ends within two seconds shows nothing. Nested work shows one line only, that of the innermost part: other
-processes of a run print above a bar by clearing a single line. Rank 0 alone shows progress, and nobody with `--quiet`.
+A command that ends within two seconds shows nothing. Nested tasks show only the innermost one, because other processes
+of a run print above the bar by clearing a single line. Only rank 0 shows progress; `--quiet` disables it.
 """
 
 import os
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHOW_SECONDS = 2.0
-"""Shorter work shows nothing on a terminal."""
+"""Shorter tasks show nothing on a terminal."""
 FIRST_LINE_SECONDS, LINE_SECONDS = 10.0, 30.0
-"""Without a terminal: when the first plain line is printed, and the time between lines."""
+"""Without a terminal: the time of the first plain line, and the time between lines."""
 _TICK_SECONDS = 0.25
 _WIDEST_BAR, _NARROWEST_BAR = 40, 8
 _FREE = 3
-"""Columns at the end of a line: a terminal echoes ^C there, and must not wrap."""
+"""Free columns at the end of a line, so that an echoed ^C does not wrap."""
 _SPINNER = "|/-\\"
 
 
 @dataclass(frozen=True)
 class ProgressState:
-    """A piece of work at one moment."""
+    """A snapshot of a task."""
 
     text: str
     unit: str
     done: float
     total: float | None
     elapsed: float
-    """Seconds since it began."""
+    """Seconds since the start."""
     seconds_left: float | None = None
     details: tuple[str, ...] = ()
-    """More figures, the most important first."""
+    """Additional figures, the most important first."""
 
     @property
     def fraction(self) -> float | None:
-        """How much of it is done; None where that is unknown, or where it is done in one go."""
+        """Completed fraction; None if it is unknown or the task has a single step."""
         return None if self.total is None or self.total <= 1 else min(1.0, self.done / self.total)
 
 
 class TerminalLine(NamedTuple):
-    """A line of a terminal: text, a bar of so many columns, figures."""
+    """Parts of a terminal line: text, width of the bar in columns, figures."""
 
     text: str
     bar: int
@@ -64,36 +64,36 @@ class TerminalLine(NamedTuple):
 
 
 def estimate_remaining(done: float, total: float | None, elapsed: float) -> float | None:
-    """Seconds that are left when work goes on at its mean speed; None while nothing is known."""
+    """Remaining seconds at the mean speed; None if unknown."""
     return None if total is None or done <= 0 else elapsed * max(0.0, total - done) / done
 
 
 def line_is_due(elapsed: float, since_last: float | None) -> bool:
-    """Whether to print a plain line, so many seconds after work began and after the last line, if there was one."""
+    """Whether to print a plain line. `since_last`: seconds since the last line, if there was one."""
     return elapsed >= FIRST_LINE_SECONDS if since_last is None else since_last >= LINE_SECONDS
 
 
 def plain_line(state: ProgressState) -> str:
-    """A line of its own, for a file or another program."""
+    """Plain line, for a file or a pipe."""
     return f"{state.text}: {', '.join(figures(state))}"
 
 
 def fit_line(state: ProgressState, width: int) -> TerminalLine:
-    """The line for a terminal of `width` columns: figures that do not fit are left out, the least important first."""
-    text, room = _shortened(state.text, 2 * width // 5), width - _FREE
+    """Line for a terminal of `width` columns. Drops the least important figures if they do not fit."""
+    text, available = _shortened(state.text, 2 * width // 5), width - _FREE
     least = _NARROWEST_BAR + 1 if state.fraction is not None else 2  # a bar, or a spinner
     kept: list[str] = []
     for figure in figures(state):
-        if len("  ".join([text, *kept, figure])) + least > room:
+        if len("  ".join([text, *kept, figure])) + least > available:
             break
         kept.append(figure)
     tail = "  ".join(kept)
-    columns = room - len(text) - 1 - len(tail) - 2
+    columns = available - len(text) - 1 - len(tail) - 2
     return TerminalLine(text, 0 if state.fraction is None else max(0, min(_WIDEST_BAR, columns)), tail)
 
 
 def figures(state: ProgressState) -> list[str]:
-    """How far the work is, the most important figure first."""
+    """Figures of a task, the most important first."""
     done = _amount(state.done, state.unit)
     unit = "" if state.unit == "B" else f" {state.unit}"
     if state.fraction is None:
@@ -107,7 +107,7 @@ def figures(state: ProgressState) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, and hours if there are any."""
+    """Format seconds as m:ss or h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -125,7 +125,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 class ProgressBar:
-    """A piece of work that tells how far it is."""
+    """A task that reports its progress."""
 
     def __init__(
         self,
@@ -147,11 +147,11 @@ class ProgressBar:
         self.on_change: Callable[[], None] = lambda: None
 
     def advance(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Add to the completed amount."""
         self.update(self._done + amount)
 
     def update(self, done: float, *, details: Sequence[str] = (), seconds_left: float | None = None) -> None:
-        """So much is done. `seconds_left`: where the caller knows it better than the mean speed tells."""
+        """Set the completed amount. `seconds_left`: a better estimate than from the mean speed."""
         self._part = done - self._done if seconds_left is None else None
         self._done, self._details, self._changed = done, tuple(details), self._clock()
         mean = estimate_remaining(done, self._total, self._changed - self._began)
@@ -159,9 +159,9 @@ class ProgressBar:
         self.on_change()
 
     def state(self) -> ProgressState:
-        """The work as it is now. Between two advances the time left counts down, but not below what is certain."""
+        """Current state. Between updates the remaining time counts down to a lower bound."""
         now, left, least = self._clock(), self._left, 0.0
-        if self._part is not None:  # the next part is not done before now
+        if self._part is not None:  # the next update comes after now
             least = estimate_remaining(self._done + self._part, self._total, now - self._began) or 0.0
         if left is not None:
             left = max(least, left - (now - self._changed))
@@ -169,12 +169,12 @@ class ProgressBar:
 
 
 class ProgressDisplay:
-    """The bars of this process, innermost last. A thread draws them, so that a long call of a library shows too."""
+    """Stack of the bars of this process, innermost last. A thread draws it, also during long library calls."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began: float | None = None
-        """When the command began whose parts are shown; None where bars belong to no command."""
+        """Start of the current command; None outside of commands."""
         self._last_line: float | None = None
         self._bars: list[ProgressBar] = []
         self._lock = threading.RLock()
@@ -182,30 +182,30 @@ class ProgressDisplay:
         self._stop_ticking = threading.Event()
 
     def begin(self) -> None:
-        """Count time from here on: a command begins."""
+        """Start timing a command."""
         self._began, self._last_line = self._clock(), None
 
     def end(self) -> None:
-        """Clear the terminal of bars whose work ended without a word."""
+        """Close the bars that were not closed, and clear the terminal."""
         self._began = None
         for bar in reversed(self._bars):
             self.close(bar)
 
     def open(self, bar: ProgressBar) -> None:
-        """Show a bar from now on."""
+        """Show a bar."""
         with self._lock:
             self._bars.append(bar)
             if not bar.in_background:
                 bar.on_change = self.tick
-            self._tick_in_background_if_wanted()
+            self._restart_ticker()
         if bar.at_once:
             self.tick()
 
     def close(self, bar: ProgressBar) -> None:
-        """Show a bar no longer: the terminal is as it was, or shows the work around it."""
+        """Remove a bar. The terminal shows the enclosing task, or is clear."""
         with self._lock, suppress(OSError):
             self._bars = [other for other in self._bars if other is not bar]
-            self._tick_in_background_if_wanted()
+            self._restart_ticker()
             if self._live is None:
                 return
             if self._innermost() is not None:
@@ -215,8 +215,8 @@ class ProgressDisplay:
             live.stop()
 
     def tick(self) -> None:
-        """Draw the bar again, or print its line if that is due."""
-        with self._lock, suppress(OSError):  # work does not fail because its progress cannot be written
+        """Redraw the bar, or print its line if that is due."""
+        with self._lock, suppress(OSError):  # a task does not fail because its progress cannot be written
             if (bar := self._innermost()) is None:
                 return
             if on_terminal():
@@ -224,25 +224,25 @@ class ProgressDisplay:
                 return
             since_last = None if self._last_line is None else self._clock() - self._last_line
             state = bar.state()
-            begun = bar.at_once or state.elapsed >= SHOW_SECONDS  # before that, a part has nothing to say
-            if begun and line_is_due(self._elapsed(), since_last):
+            long_enough = bar.at_once or state.elapsed >= SHOW_SECONDS
+            if long_enough and line_is_due(self._elapsed(), since_last):
                 self._last_line = self._clock()
                 sys.stderr.write(f"{plain_line(state)}\n")
                 sys.stderr.flush()
 
     def _innermost(self) -> ProgressBar | None:
-        """The innermost bar that takes long enough to be shown; in a command that does, at least the outermost."""
+        """Innermost bar that is old enough to be shown; in a long command, at least the outermost."""
         shown = [bar for bar in self._bars if bar.at_once or bar.state().elapsed >= SHOW_SECONDS]
         if not shown and self._bars and self._elapsed() >= SHOW_SECONDS:
             shown = self._bars[:1]
         return shown[-1] if shown else None
 
     def _elapsed(self) -> float:
-        """Seconds since the command began, or the outermost bar where there is no command."""
+        """Seconds since the start of the command, or of the outermost bar outside of commands."""
         return self._bars[0].state().elapsed if self._began is None else self._clock() - self._began
 
-    def _tick_in_background_if_wanted(self) -> None:
-        """Work that asks for silence in the background, a measurement, gets it, whatever surrounds it."""
+    def _restart_ticker(self) -> None:
+        """Run the drawing thread, unless the innermost task disables it, as a measurement does."""
         self._stop_ticking.set()
         if self._bars and self._bars[-1].in_background:
             self._stop_ticking = threading.Event()
@@ -255,11 +255,11 @@ class ProgressDisplay:
 
     def _draw(self) -> None:
         if self._live is None:
-            from rich.console import Console  # here: a command that ends at once needs no rich
+            from rich.console import Console  # deferred: short commands do not need rich
             from rich.live import Live
 
             console = Console(stderr=True, force_terminal=True)
-            # Results printed meanwhile go above the bar, unless they go into a file.
+            # Print results above the bar, unless stdout is redirected.
             self._live = Live(
                 console=console,
                 get_renderable=self._rendered,
@@ -268,7 +268,7 @@ class ProgressDisplay:
                 redirect_stdout=sys.stdout.isatty(),
             )
             self._live.start()
-            console.show_cursor(True)  # a process that is killed must not leave a terminal without a cursor
+            console.show_cursor(True)  # a killed process must not leave the cursor hidden
         self._live.refresh()
 
     def _rendered(self) -> "Text":
@@ -302,10 +302,9 @@ def progress(
     at_once: bool = False,
     in_background: bool = True,
 ) -> Iterator[ProgressBar]:
-    """Show that something goes on, and how far it is. Without a total: how much is done, and how quickly.
+    """Show the progress of a task. Without a total, show the completed amount and the speed.
 
-    `at_once`: do not wait whether it takes long. Without `in_background`, it is drawn only when it advances, so that a
-    measurement is not disturbed.
+    `at_once`: show it immediately. `in_background=False`: draw only on updates, to not disturb a measurement.
     """
     bar = ProgressBar(text, total, unit, at_once=at_once, in_background=in_background)
     if _quiet or _rank():
@@ -327,9 +326,9 @@ def track(
     size: Callable[[T], float] = lambda _: 1,
     in_background: bool = True,
 ) -> Iterator[T]:
-    """Give items one by one, and show how many were taken. `size`: by how much an item advances."""
-    known = len(items) if total is None and isinstance(items, Sized) else total
-    with progress(text, total=known, unit=unit, in_background=in_background) as bar:
+    """Iterate over items and show the progress. `size`: the amount per item."""
+    amount = len(items) if total is None and isinstance(items, Sized) else total
+    with progress(text, total=amount, unit=unit, in_background=in_background) as bar:
         for item in items:
             yield item
             bar.advance(size(item))
@@ -337,7 +336,7 @@ def track(
 
 @contextmanager
 def session() -> Iterator[None]:
-    """Around a command: however it ends, no bar is left and the next command is not quiet."""
+    """Scope of a command: on exit, remove all bars and reset `--quiet`."""
     _display.begin()
     try:
         yield
@@ -347,16 +346,16 @@ def session() -> Iterator[None]:
 
 
 def set_quiet(quiet: bool) -> None:
-    """Show nothing from now on, or show it again."""
+    """Disable or enable progress."""
     global _quiet
     _quiet = quiet
 
 
 def on_terminal() -> bool:
-    """Whether stderr can show a line that changes."""
+    """Whether stderr is a terminal that can redraw a line."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _rank() -> int:
-    """As torchrun, SLURM or our launcher says."""
+    """Rank from torchrun, SLURM or the FreeScale launcher."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)

@@ -125,7 +125,7 @@ def test_a_log_is_imported_and_its_bad_lines_are_kept_beside_it(
         "samples": 2,
         "set_aside": {"incomplete event": 1},
     }
-    assert "1 rows set aside (1 incomplete event)" in told.err
+    assert "1 rows skipped (1 incomplete event)" in told.err
     assert (tmp_path / "new" / "set.quarantine.jsonl").read_text().count("\n") == 1
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["set", "set.quarantine.jsonl"], (
         "no scratch left"

@@ -1,4 +1,4 @@
-"""Guarantee: a resumed run names every changed field, and knows which of them change the training result."""
+"""A comparison lists every changed field and whether it changes the training result."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -18,11 +18,11 @@ def test_equal_configs_do_not_differ() -> None:
 
 def test_every_changed_field_is_named_with_both_values() -> None:
     after = replace(changed("train", lr=0.5, log_every=3), seed=4)
-    found = {d.key: (d.before, d.after) for d in differences(TINY, after)}
-    assert found == {"seed": (0, 4), "train.lr": (1e-3, 0.5), "train.log_every": (10, 3)}
+    result = {d.key: (d.before, d.after) for d in differences(TINY, after)}
+    assert result == {"seed": (0, 4), "train.lr": (1e-3, 0.5), "train.log_every": (10, 3)}
 
 
-def test_what_changes_the_training_result_is_told_from_what_does_not() -> None:
+def test_fields_that_change_the_training_result_are_marked() -> None:
     def changes_result(after: RunConfig) -> bool:
         (difference,) = differences(TINY, after)
         return difference.changes_result
@@ -37,7 +37,7 @@ def test_what_changes_the_training_result_is_told_from_what_does_not() -> None:
     assert not changes_result(changed("task", seen="allow"))
 
 
-def test_a_longer_run_changes_the_result_only_where_decay_follows_its_length() -> None:
+def test_a_longer_run_changes_the_result_only_with_decay() -> None:
     (longer,) = differences(TINY, changed("train", epochs=9))
     assert not longer.changes_result
     decaying = replace(TINY, train=replace(TINY.train, decay="cosine"))
@@ -45,7 +45,7 @@ def test_a_longer_run_changes_the_result_only_where_decay_follows_its_length() -
     assert longer.changes_result
 
 
-def test_every_field_named_as_neutral_exists() -> None:
+def test_every_neutral_field_exists() -> None:
     from freescale.config import compare
 
     known = {f"{section.name}.{field.name}" for section in fields(TINY) if is_dataclass(getattr(TINY, section.name))

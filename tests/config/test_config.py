@@ -1,4 +1,4 @@
-"""Promise: a config is read whole or refused with the place and the nearest real key, and what is saved runs again."""
+"""A config is read completely or refused with its line and the closest valid key. A saved config is reproducible."""
 
 import contextlib
 import dataclasses
@@ -34,12 +34,12 @@ RUNS = st.builds(
 
 
 @given(run=RUNS)
-def test_what_is_saved_is_read_back_the_same(run: RunConfig) -> None:
+def test_a_saved_config_round_trips(run: RunConfig) -> None:
     assert config.parse(config.to_toml(run)) == run
 
 
 @given(run=RUNS)
-def test_an_explained_config_is_read_back_the_same(run: RunConfig) -> None:
+def test_an_explained_config_round_trips(run: RunConfig) -> None:
     assert config.parse(config.to_toml(run, explain=True)) == run
 
 
@@ -55,22 +55,22 @@ def test_the_config_command_explains_every_field_within_100_columns(capsys: pyte
         for _, part in sections(RunConfig)
         for field in dataclasses.fields(part)
     )
-    assert all(lines[place - 1].startswith("# ") for place in fields), "each has its meaning above it"
-    assert '# Which architecture. One of: "hstu", "sasrec".\nkind = "hstu"' in text
+    assert all(lines[place - 1].startswith("# ") for place in fields), "each has its documentation above it"
+    assert '# Architecture. One of: "hstu", "sasrec".\nkind = "hstu"' in text
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
+def test_a_recipe_is_a_complete_config(name: str, tmp_path: Path) -> None:
     config.save(RECIPES[name], tmp_path / "deep" / "run.toml")
     assert config.resolve(str(tmp_path / "deep" / "run.toml")) == RECIPES[name]
     written = (tmp_path / "deep" / "run.toml").read_text()
     for section in (RECIPES[name].data, RECIPES[name].model, RECIPES[name].train, RECIPES[name].tables):
         for field in dataclasses.fields(section):
-            assert f"{field.name} = " in written, "every field, so that a later default changes nothing"
+            assert f"{field.name} = " in written, "every field is written, so that later defaults have no effect"
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "says"),
+    ("text", "line", "message"),
     [
         ("seed = 1\n[data]\nglobal_bach = 3\n", 3, "unknown key 'data.global_bach'.*did you mean 'global_batch'"),
         ("seed = 1\n\n[modl]\ndim = 3\n", 3, "unknown key 'modl'.*did you mean 'model'"),
@@ -80,7 +80,7 @@ def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
         ("[data]\nfeatures = 'a'\n", 2, "write a list"),
         ("[data]\nworkers = true\n", 2, "whole number"),
         ("data = 3\n", 1, "write a table"),
-        ("[model]\nheads = 3\ndim = 50\n", 2, "model.heads = 3 cannot be used.*divisor of model.dim = 50"),
+        ("[model]\nheads = 3\ndim = 50\n", 2, "model.heads = 3 is not valid.*divisor of model.dim = 50"),
         ("[data]\n\nglobal_batch = 0\n", 3, "at least 1"),
         ("[data]\nsplit = 'time'\n", 1, "split_time"),
         ("seed = -1\n", 1, "between 0 and"),
@@ -89,45 +89,47 @@ def test_a_recipe_is_a_complete_run(name: str, tmp_path: Path) -> None:
         ("[train]\nbeta2 = 1.0\n", 2, "below 1"),
     ],
 )
-def test_a_wrong_key_or_value_names_file_line_and_remedy(tmp_path: Path, text: str, line: int, says: str) -> None:
+def test_an_invalid_key_or_value_is_reported_with_line_and_remedy(
+    tmp_path: Path, text: str, line: int, message: str
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         config.load(path)
     assert f"{path}, line {line}" in caught.value.where
 
-    assert re.search(says, str(caught.value), re.DOTALL), str(caught.value)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 
 @pytest.mark.parametrize("raw", [b"x = [", b"\xff\xfe", b"seed = 1\nseed = 2"])
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "run.toml").write_bytes(raw)
     with pytest.raises(ConfigError, match=r"TOML|UTF-8"):
         config.load(tmp_path / "run.toml")
 
 
 @given(text=st.text() | st.text(alphabet="[]{}=\"'.#\n\\ abcdeimnortu0123456789"))
-def test_any_text_gives_a_config_or_our_own_error(text: str) -> None:
+def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
         assert isinstance(config.parse(text), RunConfig)
 
 
-def test_any_field_can_be_given_as_a_flag() -> None:
+def test_any_field_can_be_set_by_a_flag() -> None:
     run = config.resolve(
         "tiny", ["--data.global-batch", "32", "--seed", "5", "--data.features", "a", "b", "--model.kind", "sasrec"]
     )
     assert (run.data.global_batch, run.seed, run.data.features, run.model.kind) == (32, 5, ("a", "b"), "sasrec")
-    assert run.model.dim == RECIPES["tiny"].model.dim, "the rest is the recipe's"
+    assert run.model.dim == RECIPES["tiny"].model.dim, "other fields come from the recipe"
 
 
-def test_a_misspelt_flag_ends_with_code_2_and_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_flag_exits_with_2_and_suggests_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         config.resolve("tiny", ["--data.global-bach", "32"])
     assert caught.value.code == 2
     assert "--data.global-batch" in capsys.readouterr().err
 
 
-def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+def test_an_unknown_recipe_suggests_the_closest() -> None:
     with pytest.raises(ConfigError) as caught:
         config.resolve("hstu-ml1")
     assert "'hstu-ml1m'" in caught.value.remedy

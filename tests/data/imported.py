@@ -1,4 +1,4 @@
-"""Imports through the command line, and what came out of them, with the log's own keys."""
+"""Run imports through the command line and read the data set back with the original keys."""
 
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,22 @@ HEADER = "user,item,time\n"
 
 
 def import_events(source: Path | str, *words: str, target: Path) -> int:
-    """The exit code of an import of a log with columns user, item and time."""
+    """Import a log with columns user, item and time; return the exit code."""
     return main(["data", "import", "events", str(source), str(target), *LOG, *words])
 
 
 def rows(target: Path) -> list[dict[str, Any]]:
-    """Rows of a data set in the order of the log, with items as the log calls them."""
+    """Rows of a data set in log order, with original item keys."""
     keys = pl.read_parquet(target / "vocabulary.parquet")["key"].to_list()
-    found = pl.read_parquet(sorted(target.glob("part-*.parquet"))).to_dicts()
+    result = pl.read_parquet(sorted(target.glob("part-*.parquet"))).to_dicts()
     named = ("item_id", "candidate_id")
-    return [{name: [keys[i] for i in v] if name in named else v for name, v in row.items()} for row in found]
+    return [{name: [keys[i] for i in v] if name in named else v for name, v in row.items()} for row in result]
 
 
 def histories(
     text: str | bytes, folder: Path, *words: str, name: str = "log.csv"
 ) -> list[tuple[Any, list[Any], list[int]]]:
-    """Import a log of this content: users, items and times."""
+    """Import a log with this content and return its histories."""
     source = folder / name
     source.write_bytes(text if isinstance(text, bytes) else text.encode())
     target = folder / f"data-{len(list(folder.iterdir()))}"

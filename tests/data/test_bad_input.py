@@ -1,5 +1,5 @@
-"""Promise: bad input ends in an error that says file, row group, row and remedy, or in a counted quarantine. Never in a
-hang, a library's traceback or a partial batch."""
+"""Bad input causes an error with file, row group, row and remedy, or is counted in a quarantine. It never causes a
+hang, a library traceback or a partial batch."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ ROW_FAULTS = {
         "timestamp",
         pa.array(with_value(histories(LENGTHS)["timestamp"].to_pylist(), BAD, [1, 2]), pa.list_(pa.int64())),
     ),
-    "goes back in time": replaced("timestamp", lists(LENGTHS, with_value(TIMES, FIRST + 4, 0), pa.int64())),
+    "timestamps decrease": replaced("timestamp", lists(LENGTHS, with_value(TIMES, FIRST + 4, 0), pa.int64())),
     "label_click and candidate_id have unequal lengths": replaced(
         "label_click",
         pa.array(
@@ -61,7 +61,7 @@ ROW_FAULTS = {
 
 @pytest.mark.parametrize("fault", ROW_FAULTS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_row_is_an_error_with_its_place_and_remedy(tmp_path: Path, fault: str, workers: int) -> None:
+def test_a_bad_row_is_an_error_with_location_and_remedy(tmp_path: Path, fault: str, workers: int) -> None:
     pq.write_table(ROW_FAULTS[fault], tmp_path / "log.parquet", row_group_size=4)
     with pytest.raises(DataError, match=fault) as caught:
         list(loader(tmp_path, workers=workers))
@@ -73,16 +73,16 @@ def test_a_bad_row_is_an_error_with_its_place_and_remedy(tmp_path: Path, fault: 
 def test_skipping_a_bad_row_counts_it_once_and_keeps_all_others(tmp_path: Path, fault: str) -> None:
     pq.write_table(ROW_FAULTS[fault], tmp_path / "log.parquet", row_group_size=4)
     config = DataConfig(path=str(tmp_path), on_bad="skip", global_batch=3, workers=1, split="none")
-    one = Loader(config, seed=0, quarantine_file=str(tmp_path / "bad.jsonl"))
+    source = Loader(config, seed=0, quarantine_file=str(tmp_path / "bad.jsonl"))
     for _ in range(2):  # two epochs
-        assert sorted(sum((ids(batch) for batch in one), [])) == [0, 1, 2, 3, 4, 6, 7]
-    assert one.dataset.quarantine.rows == 1
+        assert sorted(sum((ids(batch) for batch in source), [])) == [0, 1, 2, 3, 4, 6, 7]
+    assert source.dataset.quarantine.rows == 1
     (line,) = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert (line["file"], line["row_group"], line["row"]) == ("log.parquet", 1, 1)
-    assert "1 rows set aside" in one.report()[0]
+    assert "1 rows skipped" in source.report()[0]
 
 
-def test_an_absurdly_long_history_is_taken_for_a_fault(tmp_path: Path) -> None:
+def test_a_history_above_the_limit_is_a_fault(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", histories([3, 200, 4]), rows_per_group=8)
     with pytest.raises(DataError, match="200 events, above longest = 100"):
         list(loader(tmp_path / "data", longest=100))
@@ -90,7 +90,7 @@ def test_an_absurdly_long_history_is_taken_for_a_fault(tmp_path: Path) -> None:
     assert sorted(kept) == [0, 2]
 
 
-def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_column_is_reported_with_the_closest_name(tmp_path: Path) -> None:
     pq.write_table(
         histories(LENGTHS).rename_columns(["user_id", "itemid", "timestamp", "rating", "age"]),
         tmp_path / "x.parquet",
@@ -111,7 +111,7 @@ def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
         ("label_click", pa.array(range(8))),
     ],
 )
-def test_a_mistyped_column_is_named_with_the_type_it_should_have(tmp_path: Path, name: str, column: pa.Array) -> None:
+def test_a_column_of_wrong_type_is_reported_with_the_expected_type(tmp_path: Path, name: str, column: pa.Array) -> None:
     pq.write_table(replaced(name, column), tmp_path / "x.parquet")
     with pytest.raises(DataError, match=f"column '{name}' has type .*, not") as caught:
         Dataset(str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_mistyped_column_is_named_with_the_type_it_should_have(tmp_path: Path,
 
 
 @pytest.mark.parametrize("cut", [0, 3, 100, -1, -9, -300])
-def test_a_truncated_file_is_an_error_or_is_set_aside_with_its_rows(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_file_is_an_error_or_is_skipped_with_its_rows(tmp_path: Path, cut: int) -> None:
     write_dataset(tmp_path / "data", histories([4] * 130), rows_per_group=1)
     victim = tmp_path / "data" / "part-00000-03.parquet"
     victim.write_bytes(victim.read_bytes()[:cut])
@@ -130,7 +130,7 @@ def test_a_truncated_file_is_an_error_or_is_set_aside_with_its_rows(tmp_path: Pa
     assert kept == [row for row in range(130) if row % 64 != 3]
 
 
-def test_a_file_that_disappears_in_mid_read_is_named(tmp_path: Path) -> None:
+def test_a_file_deleted_during_reading_is_reported(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", histories([4] * 400), rows_per_group=2)
     batches = iter(loader(tmp_path / "data", global_batch=8, order="log"))
     next(batches)
@@ -140,7 +140,7 @@ def test_a_file_that_disappears_in_mid_read_is_named(tmp_path: Path) -> None:
     assert "part-00000-11.parquet" in caught.value.where
 
 
-def test_one_unreadable_file_among_foreign_ones_can_be_skipped(tmp_path: Path) -> None:
+def test_one_unreadable_plain_parquet_file_can_be_skipped(tmp_path: Path) -> None:
     table = histories([2] * 12)
     pq.write_table(table.slice(0, 6), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
@@ -152,22 +152,22 @@ def test_one_unreadable_file_among_foreign_ones_can_be_skipped(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("second", "says"),
+    ("second", "message"),
     [
         (replaced("item_id", pa.array([["a"]] * 8)), "has type"),
         (replaced("age", pa.array(range(8))).drop(["item_id"]), "missing"),
     ],
 )
-def test_a_later_file_with_other_columns_is_named(tmp_path: Path, second: pa.Table, says: str) -> None:
+def test_a_later_file_with_other_columns_is_reported(tmp_path: Path, second: pa.Table, message: str) -> None:
     pq.write_table(histories(LENGTHS, candidates=True), tmp_path / "a.parquet")
     pq.write_table(second, tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         list(loader(tmp_path))
     assert "b.parquet" in caught.value.where
     assert sorted(sum((ids(batch) for batch in loader(tmp_path, on_bad="skip")), [])) == list(range(8))
 
 
-def test_a_file_given_for_a_folder_is_told_so(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
     pq.write_table(histories(LENGTHS), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="a file, not a data set") as caught:
         Dataset(str(tmp_path / "x.parquet"))
@@ -182,7 +182,7 @@ def test_a_wrong_address_is_an_error_with_a_remedy(address: str) -> None:
 
 
 def damage(raw: bytes, rng: np.random.Generator) -> bytes:
-    """One random kind of damage, that really changes the bytes."""
+    """Apply one random kind of damage that changes the bytes."""
     data = bytearray(raw)
     at = int(rng.integers(len(data)))
     size = int(rng.integers(1, 64))
@@ -200,7 +200,7 @@ def damage(raw: bytes, rng: np.random.Generator) -> bytes:
     return bytes(data) if bytes(data) != raw else damage(raw, rng)
 
 
-def test_damaged_files_are_all_found(tmp_path: Path, whole_form: bool) -> None:
+def test_every_damaged_file_is_detected(tmp_path: Path, whole_form: bool) -> None:
     write_dataset(tmp_path / "whole", histories([1 + i % 40 for i in range(640)]), rows_per_group=5)
     names = sorted(file.name for file in (tmp_path / "whole").iterdir())
     rng = np.random.default_rng(2026)
@@ -210,22 +210,22 @@ def test_damaged_files_are_all_found(tmp_path: Path, whole_form: bool) -> None:
         shutil.copytree(tmp_path / "whole", folder)
         victim = folder / names[int(rng.integers(len(names)))]
         victim.write_bytes(damage(victim.read_bytes(), rng))
-        found = False
+        detected = False
         try:
             list(loader(folder, features=("rating", "age"), workers=int(rng.integers(3))))
         except DataError as error:
-            found = bool(error.what and error.where and error.remedy)
-        if victim.name != "manifest.json" and found:
-            one = loader(folder, features=("rating", "age"), on_bad="skip")
-            kept = sum((ids(batch) for batch in one), [])
-            found = one.dataset.quarantine.rows > 0 and len(kept) == 640 - one.dataset.quarantine.rows
-        if not found:
+            detected = bool(error.what and error.where and error.remedy)
+        if victim.name != "manifest.json" and detected:
+            source = loader(folder, features=("rating", "age"), on_bad="skip")
+            kept = sum((ids(batch) for batch in source), [])
+            detected = source.dataset.quarantine.rows > 0 and len(kept) == 640 - source.dataset.quarantine.rows
+        if not detected:
             missed.append((case, victim.name))
         shutil.rmtree(folder)
     assert missed == []
 
 
-def test_no_byte_of_a_data_set_can_flip_unseen(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_a_data_set_is_detected(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", histories([1 + i % 5 for i in range(12)]), rows_per_group=12)
     rng = np.random.default_rng(7)
     unseen = []

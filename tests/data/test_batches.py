@@ -1,4 +1,4 @@
-"""Promise: a batch holds exactly what the log holds, packed, split and mapped as the config says."""
+"""A batch contains exactly the events of the log, packed, split and mapped according to the config."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, table: pa.Table) -> Path:
 
 @pytest.mark.parametrize("order", ["shuffle", "log"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_feature_of_a_sample_travels_with_it(dataset: Path, table: pa.Table, order: str, workers: int) -> None:
+def test_every_feature_stays_with_its_sample(dataset: Path, table: pa.Table, order: str, workers: int) -> None:
     seen = 0
     for batch in loader(dataset, order=order, workers=workers, features=("rating", "age")):
         offsets = batch.history.offsets.tolist()
@@ -48,7 +48,7 @@ def test_every_feature_of_a_sample_travels_with_it(dataset: Path, table: pa.Tabl
     assert seen == len(LENGTHS)
 
 
-def test_only_the_columns_asked_for_are_read(dataset: Path) -> None:
+def test_only_requested_columns_are_read(dataset: Path) -> None:
     batch = next(iter(loader(dataset)))
     assert set(batch.history.features) == {"item_id", "timestamp"}
     assert set(batch.scalars) == {"user_id"}
@@ -72,18 +72,20 @@ def test_long_histories_keep_their_most_recent_events(dataset: Path, table: pa.T
 
 
 @pytest.mark.parametrize(("split", "time"), [("last", 0), ("time", 150_004)])
-def test_training_never_sees_what_evaluation_asks_for(dataset: Path, table: pa.Table, split: str, time: int) -> None:
+def test_training_never_reads_held_out_events(dataset: Path, table: pa.Table, split: str, time: int) -> None:
     config = {"split": split, "split_time": time, "order": "log"}
     train, test = loader(dataset, **config), loader(dataset, part="test", **config)
     held_out = 0
-    for seen, asked in zip(train, test, strict=True):
-        assert ids(seen) == ids(asked)
+    for seen, evaluated in zip(train, test, strict=True):
+        assert ids(seen) == ids(evaluated)
         assert seen.targets is None
-        assert asked.targets is not None
-        assert torch.equal(seen.history["timestamp"], asked.history["timestamp"])
+        assert evaluated.targets is not None
+        assert torch.equal(seen.history["timestamp"], evaluated.history["timestamp"])
         for i, row in enumerate(ids(seen)):
             before = seen.history["timestamp"][seen.history.offsets[i] : seen.history.offsets[i + 1]].tolist()
-            after = asked.targets["timestamp"][asked.targets.offsets[i] : asked.targets.offsets[i + 1]].tolist()
+            after = evaluated.targets["timestamp"][
+                evaluated.targets.offsets[i] : evaluated.targets.offsets[i + 1]
+            ].tolist()
             assert before + after == table["timestamp"][row].as_py()
             if split == "last":
                 assert len(after) == 1
@@ -96,7 +98,7 @@ def test_training_never_sees_what_evaluation_asks_for(dataset: Path, table: pa.T
     )
 
 
-def test_a_cut_by_time_puts_the_moment_itself_into_evaluation() -> None:
+def test_a_time_split_holds_out_events_at_the_split_time() -> None:
     begin, end = np.array([0, 3]), np.array([3, 5])
     cut = Split("time", time=20).cut(begin, end, np.array([10, 20, 30, 40, 50]))
     assert cut.tolist() == [1, 3]
@@ -116,10 +118,10 @@ def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) 
     assert source.vocabulary.rows == 64
     assert "mapped to 4 shared rows" in " ".join(source.report())
     again = ItemVocabulary(60, 4).map_unknown(raw)[0]
-    assert np.array_equal(again, got), "one id, one row, always"
+    assert np.array_equal(again, got), "an id always has the same row"
 
 
-def test_rows_that_follow_each_other_are_not_copied(tmp_path: Path) -> None:
+def test_contiguous_rows_are_not_copied(tmp_path: Path) -> None:
     write_dataset(tmp_path / "one", histories([3] * 64), rows_per_group=64)
     batches = list(loader(tmp_path / "one", order="log", shards=1))
     first = batches[0].history["item_id"]

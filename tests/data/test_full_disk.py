@@ -1,4 +1,4 @@
-"""Promise: a disk that is full or cannot be written is blamed for it, not the log; nothing is left behind."""
+"""A full or read-only disk is reported as such, not as a fault of the log, and leaves no files."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ for number, (options, words) in enumerate(json.loads(sys.argv[2])):
 
 
 def imports_on_a_small_disk(place: Path, cases: list[tuple[str, list[str]]]) -> list[tuple[int, str, list[str]]]:
-    """Exit code, what was said and what was left, of commands on a disk with some options of mount."""
+    """Exit code, output and remaining files of commands on a disk with these mount options."""
     (place / "disk").mkdir()
     command = ["unshare", "--mount", sys.executable, "-c", CHILD, str(place / "disk"), json.dumps(cases)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -45,7 +45,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_full_or_read_only_disk_is_blamed_for_it_wherever_it_is_met(logs: Path, tmp_path: Path) -> None:
+def test_a_full_or_read_only_disk_is_reported_at_every_stage(logs: Path, tmp_path: Path) -> None:
     def words(name: str) -> list[str]:
         return ["data", "import", "events", str(logs / name), "DISK/data"]
 
@@ -54,16 +54,16 @@ def test_a_full_or_read_only_disk_is_blamed_for_it_wherever_it_is_met(logs: Path
     parquet = [(f"size={size}", words("log.parquet")) for size in ("100k", "700k", "1500k")]
     others = [("size=300k", synth), ("size=9m,ro", words("log.csv")), ("size=9m,ro", synth)]
     cases = [*text, *parquet, *others]
-    for (options, given), (code, told, left) in zip(cases, imports_on_a_small_disk(tmp_path, cases), strict=True):
-        assert code == (7 if "ro" in options else 1), (options, given, told)
-        assert "the output cannot be written: " in told
-        assert ("Read-only" if "ro" in options else "No space left") in told
-        assert "/disk" in told.split("where:")[1]
-        assert "choose" in told.split("remedy:")[1]
+    for (options, given), (code, output, left) in zip(cases, imports_on_a_small_disk(tmp_path, cases), strict=True):
+        assert code == (7 if "ro" in options else 1), (options, given, output)
+        assert "the output cannot be written: " in output
+        assert ("Read-only" if "ro" in options else "No space left") in output
+        assert "/disk" in output.split("where:")[1]
+        assert "choose" in output.split("remedy:")[1]
         assert left == [], (options, given)
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
+def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(
     logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from freescale.cli.main import main

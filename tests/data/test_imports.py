@@ -1,4 +1,4 @@
-"""Promise: a log comes out as it went in: every event, in its user's order, with keys that can be found again."""
+"""An import keeps every event, in time order per user, with recoverable keys."""
 
 import gzip
 import os
@@ -19,7 +19,7 @@ from freescale.errors import DataError, UsageError
 from tests.support import loader
 
 PUBLIC = Path(os.environ.get("FREESCALE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
-"""Public logs that may not be shipped. Without them only the made-up logs below are imported."""
+"""Public logs that may not be redistributed. Without them only synthetic logs are tested."""
 
 
 def run(
@@ -31,28 +31,28 @@ def run(
     opened = {key: options.pop(key) for key in ("columns", "style", "unit") if key in options}
     vocabulary = options.pop("vocabulary", None)
     events = importers.open_log(name, importers.LogSpec(sources, scratch, quarantine, **opened))
-    log = histories.ImportJob(events, scratch, quarantine, **options)
-    return histories.write_histories(log, tmp_path / "out", vocabulary=vocabulary)
+    job = histories.ImportJob(events, scratch, quarantine, **options)
+    return histories.write_histories(job, tmp_path / "out", vocabulary=vocabulary)
 
 
 def read_back(tmp_path: Path, **config: Any) -> dict[int, list[tuple[Any, ...]]]:
     """Events by user: original item key, time and features."""
     keys = pl.read_parquet(tmp_path / "out" / "vocabulary.parquet")["key"].to_list()
-    found = {}
+    result = {}
     for batch in loader(tmp_path / "out", order="log", **config):
         offsets = batch.history.offsets.tolist()
         features = [batch.history[name].tolist() for name in config.get("features", ())]
         for i, user in enumerate(batch.scalars["user_id"].tolist()):
             span = slice(offsets[i], offsets[i + 1])
             items = [keys[item] for item in batch.history["item_id"][span].tolist()]
-            found[user] = list(
+            result[user] = list(
                 zip(items, batch.history["timestamp"][span].tolist(), *(f[span] for f in features), strict=True)
             )
-    return found
+    return result
 
 
 def log_of(rng: np.random.Generator, users: int = 40, events: int = 900) -> list[tuple[int, int, int, int]]:
-    """(user, item, rating, time), in no order and with ties in time."""
+    """(user, item, rating, time), unordered and with ties in time."""
     columns = [
         rng.integers(1, users + 1, events),
         rng.integers(1, 200, events) * 7,
@@ -63,12 +63,12 @@ def log_of(rng: np.random.Generator, users: int = 40, events: int = 900) -> list
 
 
 def expected(log: list[tuple[int, int, int, int]]) -> dict[int, list[tuple[Any, ...]]]:
-    found: dict[int, list[tuple[Any, ...]]] = {}
+    result: dict[int, list[tuple[Any, ...]]] = {}
     for user, item, rating, time in sorted(
         log, key=lambda event: (event[0], event[3])
     ):  # stable: ties keep their order
-        found.setdefault(user, []).append((item, time, rating))
-    return found
+        result.setdefault(user, []).append((item, time, rating))
+    return result
 
 
 LOG = log_of(np.random.default_rng(5))
@@ -97,16 +97,14 @@ def archive(path: Path, member: str, text: str) -> Path:
     ],
 )
 @pytest.mark.parametrize("memory", [1 << 30, 50_000])
-def test_movielens_comes_out_sorted_by_user_and_time_with_ties_kept(
-    tmp_path: Path, name: str, make: Any, memory: int
-) -> None:
+def test_movielens_is_sorted_by_user_and_time_and_keeps_ties(tmp_path: Path, name: str, make: Any, memory: int) -> None:
     done = run(tmp_path, name, [make(tmp_path)], memory=memory)
     assert (done.users, done.events) == (len({e[0] for e in LOG}), len(LOG))
     assert read_back(tmp_path, features=("rating",)) == expected(LOG)
     assert not (tmp_path.parent / "elsewhere").exists()
 
 
-def test_rows_come_in_the_order_of_their_last_event_also_through_many_buckets(tmp_path: Path) -> None:
+def test_rows_are_sorted_by_last_event_with_any_number_of_buckets(tmp_path: Path) -> None:
     run(tmp_path, "ml-latest", [write(tmp_path / "r.csv", CSV)], memory=30_000)
     last = [
         batch.history["timestamp"][end - 1].item()
@@ -132,7 +130,7 @@ def test_kuairand_keeps_its_signals(tmp_path: Path) -> None:
     }
 
 
-def test_any_event_log_can_be_read_from_csv_and_parquet(tmp_path: Path) -> None:
+def test_event_logs_are_read_from_csv_and_parquet(tmp_path: Path) -> None:
     frame = pl.DataFrame(
         {
             "who": ["b", "a", "b"],
@@ -146,12 +144,12 @@ def test_any_event_log_can_be_read_from_csv_and_parquet(tmp_path: Path) -> None:
     frame.with_columns(pl.col("at").str.to_datetime()).write_parquet(tmp_path / "log.parquet")
     with gzip.open(tmp_path / "log.csv.gz", "wb") as packed:
         packed.write((tmp_path / "log.csv").read_bytes())
-    want = {0: [("y", 1767225600, 2.5)], 1: [("007", 1767225600, 3.5), ("x", 1767312000, 1.5)]}
+    expected_rows = {0: [("y", 1767225600, 2.5)], 1: [("007", 1767225600, 3.5), ("x", 1767312000, 1.5)]}
     for source in ("log.csv", "log.parquet", "log.csv.gz"):
         folder = tmp_path / source.replace(".", "-")
         folder.mkdir()
         run(folder, "events", [tmp_path / source], columns=columns, style=CsvStyle(";"))
-        assert read_back(folder, features=("price",)) == want, source
+        assert read_back(folder, features=("price",)) == expected_rows, source
         assert pl.read_parquet(folder / "out" / "users.parquet")["key"].to_list() == ["a", "b"]
 
 
@@ -166,14 +164,14 @@ def test_quotes_inside_fields_lose_no_line(tmp_path: Path) -> None:
 BAD_LINES = "user_id,item_id,timestamp\n1,5,10\n1,6,soon\n2,7,11\n,8,12\n3,9\n3,9,13,14\n"
 
 
-def test_bad_lines_stop_the_import_with_their_place(tmp_path: Path) -> None:
+def test_bad_lines_stop_the_import_with_their_location(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 fields instead of 3") as caught:
         run(tmp_path, "events", [write(tmp_path / "log.csv", BAD_LINES)])
     assert caught.value.where == "log.csv, line 6"
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_lines_can_be_counted_and_set_aside(tmp_path: Path) -> None:
+def test_bad_lines_can_be_counted_and_skipped(tmp_path: Path) -> None:
     quarantine = Quarantine("skip", tmp_path / "bad.jsonl")
     done = run(tmp_path, "events", [write(tmp_path / "log.csv", BAD_LINES)], quarantine=quarantine)
     assert (done.users, done.events) == (2, 2)
@@ -181,7 +179,7 @@ def test_bad_lines_can_be_counted_and_set_aside(tmp_path: Path) -> None:
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_later_log_keeps_the_numbers_of_an_earlier_vocabulary(tmp_path: Path) -> None:
+def test_a_later_log_keeps_the_ids_of_an_earlier_vocabulary(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir(), second.mkdir()
     run(first, "amazon", [write(first / "a.txt", "1 a b c\n")])
@@ -197,7 +195,7 @@ def test_a_later_log_keeps_the_numbers_of_an_earlier_vocabulary(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("ml-1m", None, "no such file"),
         ("ml-latest", "a,b\n1,2\n", "no column 'userId'"),
@@ -205,9 +203,9 @@ def test_a_later_log_keeps_the_numbers_of_an_earlier_vocabulary(tmp_path: Path) 
         ("events", "user_id,item_id,timestamp\n", "no usable event"),
     ],
 )
-def test_a_log_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, says: str) -> None:
+def test_an_unusable_log_is_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
     source = tmp_path / "log.csv" if text is None else write(tmp_path / "log.csv", text)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         run(tmp_path, name, [source])
     assert caught.value.where
     assert caught.value.remedy
@@ -256,7 +254,7 @@ def test_public_logs_have_their_published_counts(
     assert sum(len(batch.history["item_id"]) for batch in loader(tmp_path / "out", global_batch=4096)) == counts[2]
 
 
-def test_a_line_that_is_neither_split_nor_text_is_an_error_without_a_traceback(
+def test_an_undecodable_malformed_line_is_an_error_without_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.bin").write_bytes(b"1 2\n\xb5\x01\x02\n")

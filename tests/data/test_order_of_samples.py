@@ -1,4 +1,4 @@
-"""Promise: what a step holds depends on (seed, epoch, step) alone, and an epoch loses and repeats nothing."""
+"""The samples of a step depend on (seed, epoch, step) only, and an epoch contains every sample exactly once."""
 
 import itertools
 import tracemalloc
@@ -19,14 +19,14 @@ KINDS = st.sampled_from(["shuffle", "log"])
 
 
 def epoch_of(order: EpochOrder, ranks: int) -> list[list[tuple[int, int]]]:
-    """Positions of the epoch and the sample at each, per rank."""
-    found = []
+    """Epoch positions and their samples, per rank."""
+    result = []
     for rank in range(ranks):
         shares = [order.share(window, rank=rank, world_size=ranks) for window in range(order.windows)]
-        found.append(
+        result.append(
             [pair for share in shares for pair in zip(share.position.tolist(), share.sample_id.tolist(), strict=True)]
         )
-    return found
+    return result
 
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**63))
@@ -37,7 +37,7 @@ def test_a_keyed_permutation_is_a_bijection_and_its_inverse_undoes_it(n: int, ke
     assert np.array_equal(permute.inverse(moved), np.arange(n))
 
 
-def test_a_keyed_permutation_sends_a_place_anywhere() -> None:
+def test_a_keyed_permutation_maps_an_index_anywhere() -> None:
     n, keys = 50, 4000
     goes = np.array([Permutation(n, derive_key(key))(np.array([3, 17])) for key in range(keys)])
     for column in goes.T:
@@ -47,7 +47,7 @@ def test_a_keyed_permutation_sends_a_place_anywhere() -> None:
 
 
 @given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=60))
-def test_a_layout_numbers_rows_like_the_plain_list_of_counts(counts: list[int]) -> None:
+def test_a_layout_equals_the_plain_list_of_counts(counts: list[int]) -> None:
     layout = RowGroupLayout.from_counts(counts)
     groups = np.arange(len(counts))
     assert layout.rows == sum(counts)
@@ -63,7 +63,7 @@ def test_a_layout_numbers_rows_like_the_plain_list_of_counts(counts: list[int]) 
     epoch=st.integers(0, 5),
     ranks=st.sampled_from(RANKS),
 )
-def test_an_epoch_is_a_permutation_of_the_log_and_ranks_only_divide_it(
+def test_an_epoch_is_a_permutation_of_the_log_partitioned_over_ranks(
     counts: list[int], shards: int, kind: Literal["shuffle", "log"], seed: int, epoch: int, ranks: int
 ) -> None:
     order = EpochOrder(RowGroupLayout.from_counts(counts), kind, shards, seed, epoch)
@@ -85,7 +85,7 @@ def test_every_epoch_and_every_seed_has_another_order() -> None:
     assert len(orders) == 9
 
 
-def test_ten_billion_samples_need_neither_memory_nor_time() -> None:
+def test_ten_billion_samples_take_little_memory_and_time() -> None:
     layout = RowGroupLayout(10_000_000, 1000, np.array([9_999_999]), np.array([500]))
     tracemalloc.start()
     order = EpochOrder(layout, "shuffle", 4096, 0, 3)
@@ -107,7 +107,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "log"])
-def test_step_i_holds_the_same_samples_for_any_number_of_ranks_and_workers(dataset: Path, kind: str) -> None:
+def test_step_i_has_the_same_samples_for_any_world_size_and_workers(dataset: Path, kind: str) -> None:
     reference = steps_over_ranks(dataset, 1, order=kind)
     assert sorted(sum(reference, [])) == list(range(1003))
     assert [len(step) for step in reference] == [16] * 62 + [11]
@@ -115,12 +115,12 @@ def test_step_i_holds_the_same_samples_for_any_number_of_ranks_and_workers(datas
         assert steps_over_ranks(dataset, ranks, order=kind, workers=workers) == reference, (ranks, workers)
 
 
-def test_log_order_gives_the_rows_of_the_files_one_after_another(dataset: Path) -> None:
+def test_log_order_yields_the_rows_in_file_order(dataset: Path) -> None:
     steps = [ids(batch) for batch in loader(dataset, order="log")]
     assert sum(steps, []) == list(range(1003))
 
 
-def test_a_small_log_on_many_ranks_leaves_some_empty_and_all_in_step(tmp_path: Path) -> None:
+def test_with_a_small_log_some_ranks_are_empty_but_all_take_equally_many_steps(tmp_path: Path) -> None:
     write_dataset(tmp_path / "few", histories([3, 2, 4]), rows_per_group=2)
     batches = [list(loader(tmp_path / "few", rank=rank, world_size=8, global_batch=2)) for rank in range(8)]
     assert {len(b) for b in batches} == {2}
@@ -137,7 +137,7 @@ def test_a_small_log_on_many_ranks_leaves_some_empty_and_all_in_step(tmp_path: P
     stops=st.lists(st.integers(1, 80), min_size=1, max_size=3),
     worlds=st.lists(st.tuples(st.sampled_from(RANKS), st.integers(0, 4)), min_size=4, max_size=4),
 )
-def test_stopping_and_resuming_with_other_ranks_and_workers_loses_and_repeats_nothing(
+def test_resuming_with_another_world_size_or_workers_reads_every_sample_once(
     dataset: Path, kind: str, stops: list[int], worlds: list[tuple[int, int]]
 ) -> None:
     config = {"order": kind, "global_batch": 48}
@@ -152,30 +152,30 @@ def test_stopping_and_resuming_with_other_ranks_and_workers_loses_and_repeats_no
     for (ranks, workers), count in zip(worlds, [*stops, 2 * 21], strict=False):
         parts, states = [], []
         for rank in range(ranks):
-            one = loader(dataset, rank=rank, world_size=ranks, workers=workers, **config)
+            source = loader(dataset, rank=rank, world_size=ranks, workers=workers, **config)
             if state is not None:
-                one.load_state_dict(state)
+                source.load_state_dict(state)
             taken = []
             while len(taken) < count and len(seen) + len(taken) < len(reference):
-                for batch in one:
+                for batch in source:
                     taken.append(ids(batch))
                     if len(taken) == count or len(seen) + len(taken) == len(reference):
                         break
             parts.append(taken)
-            states.append(one.state_dict())
+            states.append(source.state_dict())
         assert all(other == states[0] for other in states), "one state for all ranks"
         state = states[0]
         seen += [sorted(sum(step, [])) for step in zip(*parts, strict=True)]
     assert seen == reference[: len(seen)]
 
 
-def test_the_state_is_a_few_numbers(dataset: Path) -> None:
+def test_the_state_is_small(dataset: Path) -> None:
     state = loader(dataset).state_dict()
     assert all(isinstance(value, int | str) for value in state.values())
     assert len(state) == 7
 
 
-def test_a_state_of_another_order_is_refused_by_name(dataset: Path) -> None:
+def test_a_state_of_another_order_is_refused_with_the_field(dataset: Path) -> None:
     state = loader(dataset, global_batch=16).state_dict()
     with pytest.raises(ConfigError, match="global_batch = 16, this run has 32"):
         loader(dataset, global_batch=32).load_state_dict(state)
@@ -185,9 +185,9 @@ def test_a_state_of_another_order_is_refused_by_name(dataset: Path) -> None:
         loader(dataset).load_state_dict({name: value for name, value in state.items() if name != "step"})
 
 
-def test_log_order_says_when_ranks_stay_empty(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_order_warns_when_ranks_are_empty(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader(dataset, order="log", world_size=9, global_batch=20)
-    assert "about 3 row groups of 7, so most of 9 ranks hold nothing" in caplog.text
+    assert "about 3 row groups of 7, so most of 9 ranks are empty" in caplog.text
     caplog.clear()
     loader(dataset, order="log", world_size=8, global_batch=160)
     loader(dataset, order="shuffle", world_size=8, global_batch=16)

@@ -1,4 +1,4 @@
-"""Promise: a planted log has exactly the signal that it says it has, over items that all such logs share."""
+"""A planted log has exactly the documented signal, and all such logs share their items."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,7 @@ USERS, CATALOGUE = 4000, 64
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     for name, seed in (("log", 0), ("again", 0), ("other", 1)):
         synthetic.write_planted_log(folder / name, users=USERS, catalogue=CATALOGUE, seed=seed)
@@ -29,27 +29,27 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return pa.concat_tables([pq.read_table(file) for file in sorted(folder.glob("*.parquet"))]).to_pylist()
 
 
-def test_every_chance_follows_from_the_candidate_and_the_history_before_it(made: Path) -> None:
+def test_every_label_probability_follows_from_candidate_and_history(logs: Path) -> None:
     items = PlantedItems.from_catalogue(CATALOGUE)
     assert Counter(zip(items.group.tolist(), items.good.tolist(), strict=True)) == {
         (group, good): CATALOGUE // GROUPS // 2 for group in range(GROUPS) for good in (False, True)
     }
-    for row in rows(made / "log"):
+    for row in rows(logs / "log"):
         counts = Counter(items.group[row["item_id"]].tolist())
         commonest = min(counts, key=lambda group: (-counts[group], group))
         facts = [(int(items.group[c] == commonest), int(items.good[c])) for c in row["candidate_id"]]
         for label, chances in CHANCES.items():
-            by_hand = [chances[match][good] for match, good in facts]
-            assert row[label.replace("label_", "true_")] == by_hand
+            expected = [chances[match][good] for match, good in facts]
+            assert row[label.replace("label_", "true_")] == expected
         assert EVENTS[0] <= len(row["item_id"]) <= EVENTS[1]
         assert CANDIDATES[0] <= len(row["candidate_id"]) <= CANDIDATES[1]
         assert row["timestamp"] == sorted(row["timestamp"])
 
 
 @pytest.mark.parametrize("label", CHANCES)
-def test_the_optimum_is_what_the_labels_really_allow(made: Path, label: str) -> None:
-    chance, drawn = synthetic.planted_truth(made / "log", label)
-    optimum = synthetic.planted_optimum(made / "log", label)
+def test_the_optimum_is_the_best_score_the_labels_allow(logs: Path, label: str) -> None:
+    chance, drawn = synthetic.planted_truth(logs / "log", label)
+    optimum = synthetic.planted_optimum(logs / "log", label)
     entropy = -(chance * np.log(chance) + (1 - chance) * np.log(1 - chance))
     mean = chance.mean()
     assert optimum == pytest.approx(entropy.mean() / -(mean * np.log(mean) + (1 - mean) * np.log(1 - mean)))
@@ -57,7 +57,7 @@ def test_the_optimum_is_what_the_labels_really_allow(made: Path, label: str) -> 
     rate = drawn.mean()
     reached = loss.mean() / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
     assert synthetic.normalised_entropy(chance, drawn) == pytest.approx(reached)
-    assert reached == pytest.approx(optimum, abs=4 * loss.std() / len(loss) ** 0.5), "labels are drawn by their chances"
+    assert reached == pytest.approx(optimum, abs=4 * loss.std() / len(loss) ** 0.5), "labels follow their probabilities"
     for value in np.unique(chance):
         assert drawn[chance == value].mean() == pytest.approx(value, abs=0.02)
     assert optimum < 0.8, "there is something to learn"
@@ -66,36 +66,36 @@ def test_the_optimum_is_what_the_labels_really_allow(made: Path, label: str) -> 
         assert synthetic.normalised_entropy(wrong, drawn) > reached
 
 
-def test_one_seed_is_one_log_and_another_has_other_users_over_the_same_items(made: Path) -> None:
-    log, again, other = (rows(made / name) for name in ("log", "again", "other"))
+def test_a_seed_reproduces_its_log_and_another_seed_changes_only_users(logs: Path) -> None:
+    log, again, other = (rows(logs / name) for name in ("log", "again", "other"))
     assert log == again
     assert not {row["user_id"] for row in log} & {row["user_id"] for row in other}
     assert not {tuple(row["item_id"]) for row in log} & {tuple(row["item_id"]) for row in other}
     best: list[dict[float, float]] = [{}, {}]
-    for found, of_log in zip(best, (log, other), strict=True):
-        for row in of_log:
+    for result, log_rows in zip(best, (log, other), strict=True):
+        for row in log_rows:
             for item, chance in zip(row["candidate_id"], row["true_like"], strict=True):
-                found[item] = max(chance, found.get(item, 0.0))
+                result[item] = max(chance, result.get(item, 0.0))
     assert best[0] == best[1], "an item that is good in one log is good in the other"
     assert len(best[0]) == CATALOGUE
 
 
-def test_training_does_not_see_the_chances(made: Path) -> None:
-    batch = next(iter(loader(made / "log")))
+def test_training_does_not_read_the_label_probabilities(logs: Path) -> None:
+    batch = next(iter(loader(logs / "log")))
     assert batch.candidates is not None
     assert set(batch.candidates.features) == {"candidate_id", *CHANCES}
     assert (set(batch.history.features), set(batch.scalars)) == ({"item_id", "timestamp"}, {"user_id"})
 
 
-def test_the_command_makes_it_and_tells_the_optimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_log_and_prints_the_optimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data", "synth", "--preset", "planted", "--users", "300", "--seed", "5"]
     assert main([*words, str(tmp_path / "log")]) == 0
-    told = capsys.readouterr().out
-    assert "300 users, 256 items" in told
+    output = capsys.readouterr().out
+    assert "300 users, 256 items" in output
     for label in CHANCES:
         assert (
-            f"{label}: normalised entropy is {synthetic.planted_optimum(tmp_path / 'log', label):.4f} at best" in told
+            f"{label}: normalised entropy is {synthetic.planted_optimum(tmp_path / 'log', label):.4f} at best" in output
         )
-    for wrong, says in ((["--popularity", "public"], "all as popular"), (["--items", "15"], "too few")):
+    for wrong, message in ((["--popularity", "public"], "all as popular"), (["--items", "15"], "too few")):
         assert main([*words, *wrong, str(tmp_path / "other")]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

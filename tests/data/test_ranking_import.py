@@ -1,4 +1,4 @@
-"""Promise: impressions become samples whose history is exactly the events of their user strictly before them."""
+"""Impressions become samples whose history is exactly the strictly earlier events of the user."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,25 +38,25 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_user_was_shown_at_one_time_is_a_sample_behind_the_events_before_it(logs: Path) -> None:
-    found = rows(ranked(logs, "--features", "price"))
+def test_impressions_of_one_user_and_time_become_one_sample_with_earlier_events(logs: Path) -> None:
+    result = rows(ranked(logs, "--features", "price"))
     names = ("user_id", "item_id", "timestamp", "price", "candidate_id", "label_click", "label_like")
-    assert [tuple(row[name] for name in names) for row in found] == [
+    assert [tuple(row[name] for name in names) for row in result] == [
         (0, ["a"], [1], [10], ["x", "a"], [1, 0], [0.5, 0]),
         (0, ["a", "b", "c"], [1, 2, 3], [10, 20, 30], ["c"], [1], [1]),
         (1, ["a"], [2], [5], ["b"], [0], [0]),
     ]
 
 
-def test_impressions_without_a_history_and_histories_that_were_cut_are_counted(
+def test_dropped_impressions_and_truncated_histories_are_counted(
     logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (logs / "shown.csv").write_text(SHOWN + "q,b,5,1,1\n" * 10)
     assert rows(ranked(logs, "--max-history", "2"))[1]["item_id"] == ["b", "c"]
-    told = capsys.readouterr()
-    assert "12 impressions are left out: their users have no event before them" in told.err
-    assert "1 histories are cut to their last 2 events" in told.err
-    assert "3 samples of 2 users, 5 items, 4 events" in told.out
+    output = capsys.readouterr()
+    assert "12 impressions are dropped: their users have no event before them" in output.err
+    assert "1 histories are truncated to their last 2 events" in output.err
+    assert "3 samples of 2 users, 5 items, 4 events" in output.out
 
 
 def test_a_later_data_set_keeps_the_items_of_an_earlier_one(logs: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_later_data_set_keeps_the_items_of_an_earlier_one(logs: Path) -> None:
     assert new >= 5
 
 
-def by_hand(events: list[Any], shown: list[Any], most: int) -> Iterator[Any]:
+def brute_force(events: list[Any], shown: list[Any], most: int) -> Iterator[Any]:
     samples: dict[tuple[int, int], list[Any]] = {}
     for user, item, time, label in shown:
         samples.setdefault((time, user), []).append((item, label))
@@ -81,7 +81,7 @@ def by_hand(events: list[Any], shown: list[Any], most: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("memory", ["1024", "1"])
-def test_any_log_gives_what_is_found_by_hand(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_log_gives_the_brute_force_result(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freescale.data.histories._CHUNK", 500)  # several pieces
     rng = np.random.default_rng(3)
     start = 1_700_000_000_000
@@ -97,7 +97,7 @@ def test_any_log_gives_what_is_found_by_hand(tmp_path: Path, memory: str, monkey
     words = ["--impressions", str(tmp_path / "shown.parquet"), "--labels", "click"]
     words += ["--max-history", "20", "--memory-mb", memory]
     assert import_events(tmp_path / "log.parquet", *words, target=tmp_path / "data") == 0
-    found = [
+    result = [
         (
             row["user_id"],
             row["item_id"],
@@ -107,10 +107,10 @@ def test_any_log_gives_what_is_found_by_hand(tmp_path: Path, memory: str, monkey
         for row in rows(tmp_path / "data")
     ]
     rated = [[*row, label] for row, label in zip(logs[1].tolist(), labels.tolist(), strict=True)]
-    assert found == list(by_hand(logs[0].tolist(), rated, most=20))
+    assert result == list(brute_force(logs[0].tolist(), rated, most=20))
 
 
-def test_logs_may_write_time_and_keys_in_other_ways(tmp_path: Path) -> None:
+def test_events_and_impressions_may_format_times_and_keys_differently(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time\n1,7,1700000000\n1,8,1700000001\n")
     (tmp_path / "shown.csv").write_text("user,item,time,click,like\n1,x,2023-11-14T22:13:20.5Z,1,1\n")
     (row,) = rows(ranked(tmp_path))
@@ -118,7 +118,7 @@ def test_logs_may_write_time_and_keys_in_other_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "words", "code", "says"),
+    ("shown", "words", "code", "message"),
     [
         ("u,x,5,2,0\n", (), 3, "label_click missing or not of its type: a label is a number from 0 to 1"),
         ("u,x,5,yes,0\n", (), 3, "shown.csv, line 2"),
@@ -127,21 +127,23 @@ def test_logs_may_write_time_and_keys_in_other_ways(tmp_path: Path) -> None:
         ("u,x,5,1,0\n", ("--time", "none"), 2, "impressions need times"),
     ],
 )
-def test_impressions_that_cannot_be_used_are_refused(
-    logs: Path, shown: str, words: tuple[str, ...], code: int, says: str, capsys: pytest.CaptureFixture[str]
+def test_unusable_impressions_are_refused(
+    logs: Path, shown: str, words: tuple[str, ...], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (logs / "shown.csv").write_text("user,item,time,click,like\n" + shown)
     given = ["--impressions", str(logs / "shown.csv"), "--labels", "click", "like", *words]
     assert import_events(logs / "log.csv", *given, target=logs / "data") == code
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_impressions_and_labels_belong_together(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impressions_require_labels_and_labels_require_impressions(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert import_events(logs / "log.csv", "--labels", "click", target=logs / "data") == 2
     assert "ranking needs both" in capsys.readouterr().err
 
 
-def test_histories_of_others_become_a_data_set_as_they_are(tmp_path: Path) -> None:
+def test_plain_parquet_histories_are_copied_unchanged(tmp_path: Path) -> None:
     table = histories([3, 1, 4, 1, 5], candidates=True)
     (tmp_path / "plain").mkdir()
     pq.write_table(table.slice(0, 2), tmp_path / "plain" / "a.parquet")
@@ -152,15 +154,15 @@ def test_histories_of_others_become_a_data_set_as_they_are(tmp_path: Path) -> No
     largest = max(sum(table["item_id"].to_pylist() + table["candidate_id"].to_pylist(), []))
     assert read.vocabulary.items == largest + 1
     (batch,) = read
-    (want,) = loader(tmp_path / "plain", features=("rating", "age"), order="log")
-    for some, other in ((batch.history, want.history), (batch.candidates, want.candidates)):
+    (expected,) = loader(tmp_path / "plain", features=("rating", "age"), order="log")
+    for some, other in ((batch.history, expected.history), (batch.candidates, expected.candidates)):
         assert some is not None
         assert other is not None
         assert {n: v.tolist() for n, v in some.features.items()} == {n: v.tolist() for n, v in other.features.items()}
-    assert batch.scalars["age"].tolist() == want.scalars["age"].tolist()
+    assert batch.scalars["age"].tolist() == expected.scalars["age"].tolist()
 
 
-def test_a_bad_history_of_others_is_left_out_where_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_plain_parquet_history_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plain").mkdir()
     bad = pa.table({"user_id": [1, 2], "item_id": [[5], [-1]], "timestamp": [[1], [1]]})
     pq.write_table(bad, tmp_path / "plain" / "a.parquet")

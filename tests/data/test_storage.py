@@ -1,4 +1,4 @@
-"""Promise: a data set is whole or not there, is read once however many ranks read it, and from any address."""
+"""A data set is complete or absent, is read once over all ranks, and can be read from any address."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import histories, ids, loader, write_dataset
 
 
 class CountingFileSystem(LocalFileSystem):
-    """A local file system that counts what is read through it."""
+    """A local file system that counts the bytes read."""
 
     protocol = "counted"
     read = 0
@@ -41,12 +41,12 @@ def test_the_bytes_read_over_all_ranks_stay_within_a_fifth_of_the_files(
     CountingFileSystem.read = 0
     claimed = rows = 0
     for rank in range(ranks):
-        one = loader(f"counted://{tmp_path}/data", rank=rank, world_size=ranks, global_batch=512)
-        rows += sum(len(batch) for batch in one)
-        claimed += one.dataset.bytes_read
+        source = loader(f"counted://{tmp_path}/data", rank=rank, world_size=ranks, global_batch=512)
+        rows += sum(len(batch) for batch in source)
+        claimed += source.dataset.bytes_read
     assert rows == users
     assert CountingFileSystem.read <= 1.2 * size
-    assert claimed == CountingFileSystem.read, "and the loader's own count is true"
+    assert claimed == CountingFileSystem.read, "the count of the loader is correct"
 
 
 def test_a_data_set_can_be_read_from_memory(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_data_set_can_be_read_from_memory(tmp_path: Path) -> None:
     memory.rm("/set", recursive=True)
 
 
-def test_files_without_a_manifest_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_files_without_a_manifest_are_read_in_name_order(tmp_path: Path) -> None:
     table = histories([2] * 30)
     pq.write_table(table.slice(0, 11), tmp_path / "a.parquet", row_group_size=4)
     pq.write_table(table.slice(11), tmp_path / "b.parquet", row_group_size=6)
@@ -65,7 +65,7 @@ def test_files_without_a_manifest_are_read_in_the_order_of_their_names(tmp_path:
     assert users == list(range(30))
 
 
-def test_row_groups_are_dealt_over_files_and_every_stripe_is_found_again(tmp_path: Path) -> None:
+def test_row_groups_are_striped_over_files_and_read_back_in_order(tmp_path: Path) -> None:
     table = histories([1] * 1000)
     made = write_dataset(tmp_path / "data", table, rows_per_group=3, groups_per_file=2)
     assert len(made.stripes) == 3
@@ -74,12 +74,12 @@ def test_row_groups_are_dealt_over_files_and_every_stripe_is_found_again(tmp_pat
     assert users == list(range(1000))
 
 
-def test_a_data_set_that_ends_with_a_full_stripe_has_no_empty_one(tmp_path: Path) -> None:
+def test_no_empty_stripe_follows_a_full_last_stripe(tmp_path: Path) -> None:
     made = write_dataset(tmp_path / "data", histories([1] * 128), rows_per_group=1, groups_per_file=1)
     assert [stripe.rows for stripe in made.stripes] == [64, 64]
 
 
-def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks() -> None:
+def test_row_group_size_suits_many_ranks_and_disks() -> None:
     for rows, events in [(6_040, 1_000_209), (31_013, 287_107), (20_000, 190_000_000), (10**9, 10**11)]:
         per_group = writer.rows_per_group(rows, events)
         groups = rows / per_group
@@ -88,7 +88,7 @@ def test_row_groups_are_small_enough_for_many_ranks_and_large_enough_for_disks()
     assert writer.rows_per_group(10**9, 10**11) * 16 * 100 > 350_000
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     def fail_in_the_middle() -> None:
         with writer.atomic_folder(tmp_path / "data") as folder:
             (folder / "part").write_text("half")
@@ -99,7 +99,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_write_makes_its_folder(tmp_path: Path) -> None:
+def test_writing_creates_the_folder(tmp_path: Path) -> None:
     writer.write_dataset(str(tmp_path / "new" / "data"), [histories([3, 1, 2])], rows_per_group=2, items=1000)
     assert [len(batch) for batch in loader(tmp_path / "new" / "data")] == [3]
 
@@ -112,7 +112,7 @@ def test_an_existing_data_set_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "mine").exists()
 
 
-def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -> None:
+def test_a_manifest_round_trips_and_damage_is_refused(tmp_path: Path) -> None:
     made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, note='odd "name" \u00e9')
     raw = dataset.dump_manifest(made)
     assert dataset.parse_manifest(raw, "here") == made
@@ -128,7 +128,7 @@ def test_a_manifest_comes_back_as_it_was_and_nothing_else_does(tmp_path: Path) -
             dataset.parse_manifest(damaged, "here")
 
 
-def test_our_pages_carry_checksums_and_foreign_files_without_are_named(tmp_path: Path) -> None:
+def test_written_pages_have_checksums_and_plain_files_without_are_reported(tmp_path: Path) -> None:
     write_dataset(tmp_path / "ours", histories([3] * 9), rows_per_group=4)
     pq.write_table(histories([3] * 9), _new(tmp_path / "plain") / "x.parquet")
     pq.write_table(histories([3] * 9), _new(tmp_path / "careful") / "y.parquet", write_page_checksum=True)

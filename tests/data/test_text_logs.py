@@ -1,5 +1,5 @@
-"""Promise: a log is read however it is separated, packed and spread over files, and what is bad in it is named by the
-line that an editor shows."""
+"""Text logs are read with any separator, compression and number of files, and bad lines are reported with the line
+number of an editor."""
 
 import gzip
 import json
@@ -11,28 +11,28 @@ import pytest
 
 from tests.data.imported import HEADER, histories, import_events, rows
 
-WANT = [(0, ["b", "a"], [1, 2])]
+EXPECTED = [(0, ["b", "a"], [1, 2])]
 LINES = "u,a,2\nu,b,1\n"
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_the_separator_is_guessed_from_the_header_and_said(
+def test_the_separator_is_detected_from_the_header_and_logged(
     tmp_path: Path, separator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert histories((HEADER + LINES).replace(",", separator), tmp_path, name=f"guess-{ord(separator)}.csv") == WANT
+    assert histories((HEADER + LINES).replace(",", separator), tmp_path, name=f"guess-{ord(separator)}.csv") == EXPECTED
     assert ("fields are separated by" in capsys.readouterr().err) == (separator != ",")
 
 
-def test_a_header_with_commas_inside_its_names_does_not_mislead_the_guess(tmp_path: Path) -> None:
-    assert histories("user;item;time;a,b,c,d,e\nu;a;2;0\nu;b;1;0\n", tmp_path) == WANT
+def test_commas_inside_column_names_do_not_mislead_detection(tmp_path: Path) -> None:
+    assert histories("user;item;time;a,b,c,d,e\nu;a;2;0\nu;b;1;0\n", tmp_path) == EXPECTED
 
 
 def test_backslash_t_is_a_tab(tmp_path: Path) -> None:
-    assert histories((HEADER + LINES).replace(",", "\t"), tmp_path, "--separator", "\\t") == WANT
+    assert histories((HEADER + LINES).replace(",", "\t"), tmp_path, "--separator", "\\t") == EXPECTED
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--separator", "::"), "--separator '::' is not a single character"),
         (("--separator", "§"), "not a single character"),
@@ -42,11 +42,11 @@ def test_backslash_t_is_a_tab(tmp_path: Path) -> None:
         (("--memory-mb", "0"), "at least 1"),
     ],
 )
-def test_wrong_words_are_answered_before_the_log_is_read(
-    tmp_path: Path, words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_fail_before_the_log_is_read(
+    tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert import_events(tmp_path / "nothing.csv", *words, target=tmp_path / "data") == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_wrong_words_are_answered_before_the_log_is_read(
         ),
     ],
 )
-def test_a_log_is_read_as_it_is_written(tmp_path: Path, name: str, content: bytes) -> None:
-    assert histories(content, tmp_path, name=name) == WANT
+def test_a_log_is_read_in_each_supported_form(tmp_path: Path, name: str, content: bytes) -> None:
+    assert histories(content, tmp_path, name=name) == EXPECTED
 
 
-def test_utf_16_is_an_encoding_like_others(tmp_path: Path) -> None:
+def test_utf_16_is_supported(tmp_path: Path) -> None:
     text = (HEADER + "u,é,1\n").encode("utf-16")
     assert histories(text, tmp_path, "--encoding", "utf-16") == [(0, ["é"], [1])]
 
 
-def test_folders_and_globs_are_the_files_in_them_by_name(tmp_path: Path) -> None:
+def test_folders_and_globs_are_read_in_name_order(tmp_path: Path) -> None:
     for name, item in (("b/part-0.csv", "a"), ("a/part-0.csv", "b"), ("a/_SUCCESS", ""), ("a/.part-0.csv.crc", "")):
         (tmp_path / "log" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "log" / name).write_text(item and f"{HEADER}u,{item},1\n")
@@ -85,7 +85,7 @@ def test_folders_and_globs_are_the_files_in_them_by_name(tmp_path: Path) -> None
         assert [row["item_id"] for row in rows(tmp_path / str(number))] == [["b", "a"]]
 
 
-def test_files_of_parquet_may_differ_in_what_is_not_read(tmp_path: Path) -> None:
+def test_parquet_files_may_differ_in_unread_columns(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     times = pa.array([2], pa.int32())
     pq.write_table(pa.table({"user": ["u"], "item": ["a"], "time": times}), tmp_path / "log" / "0")
@@ -95,7 +95,7 @@ def test_files_of_parquet_may_differ_in_what_is_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("log.json", b'[{"user": 1}]', "one JSON array"),
         ("log.xlsx", b"PK\x03\x04...", "archive or a spreadsheet"),
@@ -103,21 +103,21 @@ def test_files_of_parquet_may_differ_in_what_is_not_read(tmp_path: Path) -> None
         ("log.csv", b"user,item,item,time\n1,2,3,4\n", "2 columns 'item'"),
         ("log.csv", b"user,item,time\n1,\xe9,4\n", "cannot be read"),
         ("log.parquet", HEADER.encode(), "cannot be read"),
-        ("log?.csv", None, "no file fits the pattern"),
+        ("log?.csv", None, "no file matches the pattern"),
         ("", None, "no files"),
     ],
 )
-def test_a_log_that_is_something_else_is_called_what_it_is(
-    tmp_path: Path, name: str, content: bytes | None, says: str, capsys: pytest.CaptureFixture[str]
+def test_an_unsupported_file_type_is_reported(
+    tmp_path: Path, name: str, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").mkdir()
     if content is not None:
         (tmp_path / "in" / name).write_bytes(content)
     assert import_events(tmp_path / "in" / name, target=tmp_path / "data") == 3
-    told = capsys.readouterr().err
-    assert says in told
-    assert "where:" in told
-    assert "remedy:" in told
+    output = capsys.readouterr().err
+    assert message in output
+    assert "where:" in output
+    assert "remedy:" in output
 
 
 def test_files_of_several_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,20 +136,20 @@ def test_a_feature_keeps_its_name_or_is_refused(tmp_path: Path, name: str, capsy
     assert ("cannot be called" in capsys.readouterr().err) == bool(code)
 
 
-def test_a_key_is_never_shortened_to_the_number_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_distinct_keys_never_become_one_integer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log.csv").write_text(HEADER + "1,7,1\n" * 10_001 + "1,007,1\n")
     assert import_events(tmp_path / "log.csv", target=tmp_path / "data") == 3
     assert "log.csv, line 10003" in capsys.readouterr().err
 
 
-def set_aside(folder: Path, source: Path) -> dict[int, str]:
-    """What an import that skips bad input says, by line or row."""
+def rejected_lines(folder: Path, source: Path) -> dict[int, str]:
+    """Reasons of rejection by line or row, from an import with on_bad = skip."""
     assert import_events(source, "--on-bad", "skip", target=folder / "data") == 0
     lines = [json.loads(line) for line in (folder / "data.quarantine.jsonl").read_text().splitlines()]
     return {line["row"] if line["line"] is None else line["line"]: line["what"] for line in lines}
 
 
-def test_bad_input_in_text_is_named_by_its_line(tmp_path: Path) -> None:
+def test_bad_input_in_text_is_reported_by_line(tmp_path: Path) -> None:
     lines = [
         "user,item,text,time",
         "u,a,x,1",
@@ -164,8 +164,8 @@ def test_bad_input_in_text_is_named_by_its_line(tmp_path: Path) -> None:
         'g",x,1',
     ]
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\nu,h,x,1,2\n")
-    found = set_aside(tmp_path, tmp_path / "log.csv")
-    assert found == {
+    result = rejected_lines(tmp_path, tmp_path / "log.csv")
+    assert result == {
         6: "the line has 2 fields instead of 4",
         7: "timestamp missing or not of its type",
         9: "user_id missing or not of its type",
@@ -174,27 +174,25 @@ def test_bad_input_in_text_is_named_by_its_line(tmp_path: Path) -> None:
     }
 
 
-def test_lines_are_right_in_a_file_of_many_blocks(tmp_path: Path) -> None:
+def test_line_numbers_are_correct_across_blocks(tmp_path: Path) -> None:
     text = "".join(
         f'u{"x" * 50},i,"{n}\n",{"soon" if n % 9000 == 0 else n}\n' + "short\n" * (n % 7000 == 0) for n in range(40_000)
     )
     (tmp_path / "log.csv").write_text("user,item,text,time\n" + text)
     (tmp_path / "log.csv").write_text(written := (tmp_path / "log.csv").read_text())
-    want = {n for n, line in enumerate(written.split("\n"), 1) if line == "short"}
-    want |= {n - 1 for n, line in enumerate(written.split("\n"), 1) if line == '",soon'}
-    assert set(set_aside(tmp_path, tmp_path / "log.csv")) == want
-    assert len(want) == 11
+    expected = {n for n, line in enumerate(written.split("\n"), 1) if line == "short"}
+    expected |= {n - 1 for n, line in enumerate(written.split("\n"), 1) if line == '",soon'}
+    assert set(rejected_lines(tmp_path, tmp_path / "log.csv")) == expected
+    assert len(expected) == 11
 
 
-def test_bad_input_in_json_lines_is_named_by_its_line(tmp_path: Path) -> None:
+def test_bad_input_in_json_lines_is_reported_by_line(tmp_path: Path) -> None:
     text = '{"user": "u", "item": 1, "time": 5}\n\nnot json\n{"user": "u", "item": 3}\n{"user": "u"\n'
     (tmp_path / "log.jsonl").write_text(text)
-    assert sorted(set_aside(tmp_path, tmp_path / "log.jsonl")) == [3, 4, 5]
+    assert sorted(rejected_lines(tmp_path, tmp_path / "log.jsonl")) == [3, 4, 5]
 
 
-def test_bad_input_in_parquet_is_named_by_its_row_in_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_in_parquet_is_reported_by_file_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"user": [1, 1], "item": [1, 2], "time": [1, 2]}), tmp_path / "in" / "a.parquet")
     bad = pa.table({"user": [1, 1, None], "item": [1, 2, 3], "time": [1, 2, 3]})
@@ -203,7 +201,7 @@ def test_bad_input_in_parquet_is_named_by_its_row_in_its_file(
     assert f"where:  {tmp_path}/in/b.parquet, row 2\n" in capsys.readouterr().err
 
 
-def test_bad_input_in_lists_of_items_is_named_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_in_lists_of_items_is_reported_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from freescale.cli.main import main
 
     (tmp_path / "log.txt").write_text("1 2 3\n" * 6000 + "\nx 2 3\n")

@@ -1,4 +1,4 @@
-"""Promise: events are sorted at the full resolution of the log, and every log ends in whole seconds since 1970."""
+"""Events are sorted at the full resolution of the log and stored as whole seconds since 1970."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_histories_are_ordered_by_their_last_event_within_one_second(tmp_path: P
         (pa.array([-0.1, -0.9, -0.5]), -1),
     ],
 )
-def test_times_of_parquet_have_their_own_unit(tmp_path: Path, column: pa.Array, stored: int) -> None:
+def test_parquet_timestamps_keep_their_unit(tmp_path: Path, column: pa.Array, stored: int) -> None:
     pq.write_table(pa.table({"user": [1] * 3, "item": ["c", "a", "b"], "time": column}), tmp_path / "log.parquet")
     assert import_events(tmp_path / "log.parquet", target=tmp_path / "data") == 0
     (row,) = rows(tmp_path / "data")
@@ -76,7 +76,7 @@ def test_times_of_parquet_have_their_own_unit(tmp_path: Path, column: pa.Array, 
         ("9999-12-31T00:00:00Z", 253402214400),
     ],
 )
-def test_a_time_is_read_as_the_moment_it_names(tmp_path: Path, text: str, seconds: int) -> None:
+def test_date_formats_are_parsed(tmp_path: Path, text: str, seconds: int) -> None:
     assert histories(f"{HEADER}u,a,{text}\n", tmp_path) == [(0, ["a"], [seconds])]
 
 
@@ -85,14 +85,12 @@ def test_the_unit_can_be_stated(tmp_path: Path, unit: str, stored: int) -> None:
     assert histories(f"{HEADER}u,a,{NOW}\n", tmp_path, "--time-unit", unit) == [(0, ["a"], [stored])]
 
 
-def test_the_unit_that_was_detected_is_said_with_the_dates_it_leads_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_detected_unit_is_logged_with_its_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     histories(f"{HEADER}u,a,1500000000000\nu,a,1600000000000\n", tmp_path)
     assert "column 'time' counts milliseconds (2017-07-14 to 2020-09-13)" in capsys.readouterr().err
 
 
-def test_small_numbers_count_seconds() -> None:
+def test_small_numbers_are_seconds() -> None:
     assert [guess_unit(value) for value in (0, 5, NOW, NOW * 10**3, -NOW * 10**6, NOW * 10**9)] == [
         "s",
         "s",
@@ -104,10 +102,10 @@ def test_small_numbers_count_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "words", "says"),
+    ("times", "words", "message"),
     [
         ((NOW, NOW * 1000), (), "unit of column 'time' is not clear"),
-        (("01/02/2026",), (), "holds no time: '01/02/2026'"),
+        (("01/02/2026",), (), "is not a time column: '01/02/2026'"),
         (("2026-01-31",), ("--time-unit", "s"), "holds dates"),
         ((5, "soon"), (), "timestamp missing"),
         (("2026-01-31", "2026-02-30"), (), "timestamp missing"),
@@ -115,12 +113,12 @@ def test_small_numbers_count_seconds() -> None:
         (("2262-01-01T00:00:00.0000001Z", "2263-01-01T00:00:00Z"), (), "timestamp missing"),
     ],
 )
-def test_what_is_no_time_or_not_surely_one_is_refused(
-    tmp_path: Path, times: tuple[Any, ...], words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+def test_ambiguous_or_invalid_times_are_refused(
+    tmp_path: Path, times: tuple[Any, ...], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.csv").write_text(HEADER + "".join(f"u,a,{time}\n" for time in times))
     assert import_events(tmp_path / "log.csv", *words, target=tmp_path / "data") == 3
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_fractions_that_begin_after_the_sample_are_kept(tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ def test_fractions_that_begin_after_the_sample_are_kept(tmp_path: Path) -> None:
     assert stored == [0, 0, *range(1, 10_001)]
 
 
-def test_many_buckets_give_what_one_gives_also_with_nanoseconds(tmp_path: Path) -> None:
+def test_the_number_of_buckets_does_not_change_the_result(tmp_path: Path) -> None:
     times = pl.Series("time", range(20_000)).sample(fraction=1, shuffle=True, seed=1) + NOW * 10**9
     log = pl.DataFrame({"user": pl.int_range(20_000, eager=True) % 300, "item": times % 50, "time": times})
     log.write_parquet(tmp_path / "log.parquet")

@@ -1,4 +1,4 @@
-"""Small data sets for tests, the loader's batches as plain lists, and the command line in this process."""
+"""Test helpers: small data sets, batches as plain lists, and in-process commands."""
 
 import logging
 import shutil
@@ -19,7 +19,7 @@ from freescale.data.loader import Loader
 
 
 class ListHandler(logging.Handler):
-    """Keeps the messages of log records."""
+    """Collects the messages of log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ListHandler(logging.Handler):
 
 
 def freescale(words: Sequence[str]) -> int:
-    """Run a command of one rank in this process, and give its exit code."""
+    """Run a single-rank command in this process and return its exit code."""
     import torch.distributed as dist
 
     log._logged.clear()  # repeated texts are logged once per process
@@ -47,7 +47,7 @@ def lists(lengths: Sequence[int], values: Any, kind: pa.DataType | None = None) 
 
 
 def histories(lengths: Sequence[int], *, items: int = 1000, seed: int = 0, candidates: bool = False) -> pa.Table:
-    """Histories whose every value tells where it came from: user = row, time = 1000 * row + position."""
+    """Histories with values that identify their position: user = row, time = 1000 * row + position."""
     rng = np.random.default_rng(seed)
     total = int(sum(lengths))
     row = np.repeat(np.arange(len(lengths)), lengths)
@@ -93,5 +93,5 @@ def ids(batch: Batch) -> list[int]:
 def steps_over_ranks(path: Path, ranks: int, **config: Any) -> list[list[int]]:
     """Sample ids of every step of an epoch, over all ranks."""
     every = [[ids(batch) for batch in loader(path, rank=rank, world_size=ranks, **config)] for rank in range(ranks)]
-    assert len({len(steps) for steps in every}) == 1, "every rank ends at the same step"
+    assert len({len(steps) for steps in every}) == 1, "all ranks take equally many steps"
     return [sorted(sum(parts, [])) for parts in zip(*every, strict=True)]

@@ -1,6 +1,6 @@
-"""What a run is: its schema, how it is read and written, and the named recipes. Imports nothing heavy."""
+"""Run configuration: schema, TOML loading and saving, comparison, and named recipes. Imports no heavy package."""
 
-from freescale.config.compare import Difference, differences
+from freescale.config.compare import ConfigDifference, differences
 from freescale.config.load import load, load_run, override, parse, resolve, save, to_toml
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import (

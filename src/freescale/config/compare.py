@@ -1,4 +1,4 @@
-"""What differs between two configs of one run, and whether it changes the training result. Pure."""
+"""Compare two configs of one run, and tell which differences change the training result. Pure."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from freescale.config.schema import RunConfig
 
-# A field that is not listed changes the result, so that a new one is never changed without a word.
+# Unlisted fields change the result, so that a new field is safe by default.
 _NEUTRAL = {
-    "data.path",  # whether it is the same data is compared by its contents
+    "data.path",  # the contents of the data are compared instead
     "data.test_path",
     "data.on_bad",
     "data.workers",
@@ -26,11 +26,11 @@ _NEUTRAL = {
 }
 _NEUTRAL_SECTIONS = ("balance.", "transport.")
 _LENGTH = ("train.epochs", "train.max_steps")
-"""These change the learning rates of a run whose decay follows its length, and else only where it ends."""
+"""With learning rate decay these change the result; without, only the end of the run."""
 
 
-class Difference(NamedTuple):
-    """A field that has another value."""
+class ConfigDifference(NamedTuple):
+    """A field with different values."""
 
     key: str
     before: Any
@@ -41,12 +41,12 @@ class Difference(NamedTuple):
         return f"{self.key} = {self.after!r} (was {self.before!r})"
 
 
-def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """The fields that differ, in the order of the schema."""
+def differences(before: RunConfig, after: RunConfig) -> list[ConfigDifference]:
+    """Fields that differ, in schema order."""
     old = dict(_fields(before, ""))
     decays = before.train.decay != "none" or after.train.decay != "none"
     return [
-        Difference(key, old[key], value, changes_result=_changes_result(key, decays=decays))
+        ConfigDifference(key, old[key], value, changes_result=_changes_result(key, decays=decays))
         for key, value in _fields(after, "")
         if value != old[key]
     ]

@@ -1,4 +1,7 @@
-"""Load."""
+"""Load a config from a recipe, a TOML file and the command line; save and document it as TOML.
+
+An unknown or mistyped key is an error with the file, the line and the closest valid key.
+"""
 
 import ast
 import dataclasses
@@ -19,7 +22,7 @@ T = TypeVar("T")
 
 
 def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescale") -> RunConfig:
-    """Give the config of a recipe's name or a TOML file, with command-line overrides on top."""
+    """Load a recipe or a TOML file and apply command-line overrides."""
     run = RECIPES.get(source)
     if run is None:
         if not source.endswith(".toml"):
@@ -30,7 +33,7 @@ def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescal
 
 
 def override(run: RunConfig, overrides: Sequence[str], *, prog: str = "freescale") -> RunConfig:
-    """Replace fields by command-line flags such as `--data.global-batch 64`."""
+    """Apply command-line flags such as `--data.global-batch 64`."""
     if not overrides:
         return run
     import tyro  # slow to import, and only needed here
@@ -39,7 +42,7 @@ def override(run: RunConfig, overrides: Sequence[str], *, prog: str = "freescale
 
 
 def load(path: str | Path) -> RunConfig:
-    """Read a TOML file; fields it leaves out keep their defaults."""
+    """Read a TOML file. Missing fields keep their defaults."""
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
@@ -53,41 +56,42 @@ def load(path: str | Path) -> RunConfig:
 
 
 def load_run(run: Path) -> RunConfig:
-    """The config of a training, from its folder."""
+    """Load the config of a training run from its folder."""
     if not (run / "config.toml").exists():
         raise UsageError("there is no run in this folder", where=str(run), remedy="give the --out folder of a training")
     return load(run / "config.toml")
 
 
 def parse(text: str, *, where: str = "<text>") -> RunConfig:
-    """Read TOML text. `where` is the name that errors give it."""
+    """Parse TOML text. `where`: its name in error messages."""
     try:
         return _TomlReader(text, where).read(RunConfig, tomllib.loads(text), ())
-    except (ValueError, OverflowError, RecursionError) as error:  # also of numbers with thousands of digits
-        raise ConfigError(f"not valid TOML: {reason(error)}", where=where, remedy="mend the syntax there") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # also for numbers with thousands of digits
+        raise ConfigError(f"not valid TOML: {reason(error)}", where=where, remedy="fix the syntax") from error
 
 
 def save(run: RunConfig, path: str | Path) -> None:
-    """Write the whole resolved config, so that the file alone runs again."""
+    """Write the fully resolved config, which alone reproduces the run."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(to_toml(run), encoding="utf-8")
 
 
 def to_toml(run: RunConfig, *, explain: bool = False) -> str:
-    """Write every field, so that a later change of a default changes nothing here.
+    """Serialize every field, so that later changes of defaults have no effect.
 
-    `explain`: with the meaning of each field as a comment above it.
+    `explain`: write the documentation of each field as a comment above it.
     """
     return "\n".join(_sections(run, (), explain=explain)).lstrip("\n") + "\n"
 
 
 def _sections(node: Any, path: tuple[str, ...], *, explain: bool) -> list[str]:
     fields = [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
-    said = field_comments(node) if explain else {}
-    lines = ["", *said.get("", []), f"[{'.'.join(path)}]"] if path else [*said.get("", []), *([""] if explain else [])]
+    notes = field_comments(node) if explain else {}
+    title = notes.get("", [])
+    lines = ["", *title, f"[{'.'.join(path)}]"] if path else [*title, *([""] if explain else [])]
     for name, value in fields:
         if not dataclasses.is_dataclass(value):
-            lines += [*said.get(name, []), f"{name} = {toml_value(value)}"]
+            lines += [*notes.get(name, []), f"{name} = {toml_value(value)}"]
     for name, value in fields:
         if dataclasses.is_dataclass(value):
             lines += _sections(value, (*path, name), explain=explain)
@@ -95,8 +99,8 @@ def _sections(node: Any, path: tuple[str, ...], *, explain: bool) -> list[str]:
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, (bool, str)):  # as in JSON, but for one character that TOML's strings may not hold
+    """Format a value as TOML."""
+    if isinstance(value, (bool, str)):  # as in JSON, except for one character that TOML forbids
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
@@ -104,7 +108,7 @@ def toml_value(value: object) -> str:
 
 
 class _TomlReader:
-    """Turns a TOML tree into dataclasses and knows where each key stands in the text."""
+    """Converts a TOML tree to dataclasses and finds the line of each key for errors."""
 
     def __init__(self, text: str, where: str) -> None:
         self._lines = text.splitlines()
@@ -138,22 +142,22 @@ class _TomlReader:
                 raise self._mistyped(path, value, "a list")
             return tuple(self._value(get_args(kind)[0], item, path) for item in value)
         if type(value) in (int, float) and not abs(value) < 2**63:  # type: ignore[arg-type]
-            raise self._error(f"{'.'.join(path)} is no number below 2^63", path, "write a number that can be")
+            raise self._error(f"{'.'.join(path)} is not a number below 2^63", path, "write a smaller number")
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
-            wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-            raise self._mistyped(path, value, wanted[kind])
+            expected = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+            raise self._mistyped(path, value, expected[kind])
         return value
 
-    def _mistyped(self, path: tuple[str, ...], value: object, wanted: str) -> ConfigError:
-        return self._error(f"{'.'.join(path)} = {value!r} has the wrong type", path, f"write {wanted}")
+    def _mistyped(self, path: tuple[str, ...], value: object, expected: str) -> ConfigError:
+        return self._error(f"{'.'.join(path)} = {value!r} has the wrong type", path, f"write {expected}")
 
     def _error(self, what: str, path: tuple[str, ...], remedy: str) -> ConfigError:
         return ConfigError(what, where=f"{self._where}, line {self._line(path)}", remedy=remedy)
 
     def _line(self, path: tuple[str, ...]) -> int:
-        """Find the line of a key. tomllib gives no positions, so this follows table headers and assignments."""
+        """Line of a key. tomllib reports no positions, so this follows table headers and assignments."""
         table: tuple[str, ...] = ()
         best, depth = 1, 0
         for number, line in enumerate(self._lines, start=1):
@@ -163,7 +167,7 @@ class _TomlReader:
                 here = (*table, *_keys(assignment.group(1)))
             else:
                 continue
-            if path[: len(here)] == here and len(here) > depth:  # the deepest line that leads to the key
+            if path[: len(here)] == here and len(here) > depth:  # the deepest match
                 best, depth = number, len(here)
         return best
 
@@ -176,20 +180,20 @@ _COMMENT_COLUMNS = 100
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """The docstring of every field of a dataclass, by name, and the values that it can have, if they are few."""
+    """Docstring of every field of a dataclass, with its allowed values if it is a Literal."""
     (tree,) = ast.parse(inspect.getsource(schema)).body
     assert isinstance(tree, ast.ClassDef)
-    hints, found = get_type_hints(schema), {}
+    hints, docs = get_type_hints(schema), {}
     for line, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            said = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-            text = " ".join(str(said).split())
-            found[line.target.id] = text + _choices(hints[line.target.id], text)
-    return found
+            doc = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+            text = " ".join(str(doc).split())
+            docs[line.target.id] = text + _choices(hints[line.target.id], text)
+    return docs
 
 
 def type_name(kind: Any) -> str:
-    """A type of the schema as TOML calls it."""
+    """Name of a schema type in TOML terms."""
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}s"
     if get_origin(kind) is Literal:
@@ -198,24 +202,24 @@ def type_name(kind: Any) -> str:
 
 
 def field_comments(node: Any) -> dict[str, list[str]]:
-    """Lines of comment above each field of a part of a config, and under "" those above the part itself."""
-    said = {"": inspect.cleandoc(type(node).__doc__ or ""), **field_docs(type(node))}
-    return {name: [f"# {line}" for line in textwrap.wrap(text, _COMMENT_COLUMNS - 2)] for name, text in said.items()}
+    """Comment lines for each field of a section, and for the section itself under ""."""
+    texts = {"": inspect.cleandoc(type(node).__doc__ or ""), **field_docs(type(node))}
+    return {name: [f"# {line}" for line in textwrap.wrap(text, _COMMENT_COLUMNS - 2)] for name, text in texts.items()}
 
 
 def sections(schema: type, path: tuple[str, ...] = ()) -> list[tuple[str, type]]:
-    """Every part of a config with the name of its table, in order; that of the config itself is empty."""
-    found = [(".".join(path), schema)]
+    """All sections of a config with their TOML table names, in order; the root has an empty name."""
+    result = [(".".join(path), schema)]
     for field in dataclasses.fields(schema):
         kind = get_type_hints(schema)[field.name]
         if dataclasses.is_dataclass(kind):
-            found += sections(kind, (*path, field.name))  # type: ignore[arg-type]
-    return found
+            result += sections(kind, (*path, field.name))  # type: ignore[arg-type]
+    return result
 
 
-def _choices(kind: Any, said: str) -> str:
-    """The values of a field that has few, unless the text goes through them already."""
+def _choices(kind: Any, doc: str) -> str:
+    """Allowed values of a Literal field, unless the docstring already explains each."""
     values = get_args(kind) if get_origin(kind) is Literal else ()
-    if all(f"{value}:" in said for value in values):
+    if all(f"{value}:" in doc for value in values):
         return ""
     return " One of: {}.".format(", ".join(f'"{value}"' for value in values))

@@ -1,10 +1,10 @@
-"""Complete named runs. A recipe is a whole config, so it can be printed, saved and run again as a file."""
+"""Named recipes. Each is a complete config that can be printed, saved and run."""
 
 from freescale.config.schema import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
 
 
 def _ml1m(model: ModelConfig) -> RunConfig:
-    """The public protocol: the last 200 events, the last one held out, ranked against the whole corpus."""
+    """The published protocol: 200 events, the last one held out and ranked against all items."""
     return RunConfig(
         data=DataConfig(global_batch=128, max_history=200),
         model=model,

@@ -1,1 +1,1 @@
-"""Logs into batches: what a history is, how it is stored, and in which order it is read."""
+"""Import logs, store user histories, and load them as batches in a deterministic order."""

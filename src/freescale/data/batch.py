@@ -1,4 +1,7 @@
-"""Batch."""
+"""Jagged batches: split, truncate and pack samples with numpy once per window, then slice a torch batch per step.
+
+Slices share memory with the window, so a step copies nothing unless it spans two windows.
+"""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -18,15 +21,19 @@ Ints = NDArray[np.int64]
 
 
 class Split(NamedTuple):
-    """A way to cut histories, and which side of it is wanted."""
+    """Where each history is cut into training events and held-out events.
+
+    `last` holds out the last event of each user, `time` all events from a timestamp on. Training and evaluation both
+    read the events before the cut; evaluation also reads the events after it as targets.
+    """
 
     kind: Literal["none", "last", "time"] = "none"
     time: int = 0
     part: Literal["train", "test"] = "train"
-    """test: the events after the cut are wanted too."""
+    """test: also return the held-out events."""
 
     def cut(self, begin: Ints, end: Ints, timestamps: NDArray[Any]) -> Ints:
-        """Where each row's held-out part begins; rows are [begin, end) of the packed timestamps, in time order."""
+        """Start of the held-out part of each row; row i is [begin, end) of the packed timestamps, in time order."""
         if self.kind == "last":
             return np.maximum(begin, end - 1)
         if self.kind == "time":
@@ -39,28 +46,28 @@ Values = NDArray[Any]
 
 
 class PackedFeatures(NamedTuple):
-    """Features of events: sample i owns values offsets[i] to offsets[i + 1] of each."""
+    """Jagged features as numpy arrays: sample i owns values offsets[i] to offsets[i + 1] of each feature."""
 
     offsets: Ints
     features: dict[str, Values]
 
     def slice(self, begin: int, end: int) -> "PackedFeatures":
-        """Samples [begin, end), without a copy of their values."""
+        """Samples [begin, end), without copying their values."""
         low, high = int(self.offsets[begin]), int(self.offsets[end])
         return PackedFeatures(self.offsets[begin : end + 1] - low, {n: v[low:high] for n, v in self.features.items()})
 
 
 class Window(NamedTuple):
-    """Samples of one rank, in the order of the epoch."""
+    """The samples of one window on one rank, in epoch order."""
 
     position: Ints
     groups: dict[str, PackedFeatures]
-    """Features that share their lengths, as `Batch.groups` has them."""
+    """Features that share offsets, keyed as in `Batch.groups`."""
 
     def slice(self, begin: int, end: int) -> "Window":
-        """Samples at positions [begin, end) of the epoch."""
+        """Samples at epoch positions [begin, end)."""
         low, high = np.searchsorted(self.position, [begin, end]).tolist()
-        return Window(self.position[low:high], {name: some.slice(low, high) for name, some in self.groups.items()})
+        return Window(self.position[low:high], {name: packed.slice(low, high) for name, packed in self.groups.items()})
 
 
 def pack_window(
@@ -72,27 +79,27 @@ def pack_window(
     max_history: int,
     vocabulary: ItemVocabulary,
 ) -> tuple[Window, int]:
-    """Pack a rank's share of a window. Also gives the number of events whose item is outside the vocabulary."""
-    usable = _end_to_end([group.usable for group in groups], bool)[share.source]
+    """Pack a rank's share of a window. Also returns the number of events whose item is outside the vocabulary."""
+    usable = _concat([group.usable for group in groups], bool)[share.source]
     packer = _Packer(groups, kinds, vocabulary, share.source[usable])
-    listed = [name for name, kind in kinds.items() if kind.is_list and not is_candidate(name)]
-    offered = [name for name, kind in kinds.items() if kind.is_list and is_candidate(name)]
+    event_columns = [name for name, kind in kinds.items() if kind.is_list and not is_candidate(name)]
+    candidate_columns = [name for name, kind in kinds.items() if kind.is_list and is_candidate(name)]
     bounds = [group.columns["item_id"].bounds for group in groups]
     cuts = [split.cut(b, e, g.columns["timestamp"].values) for g, (b, e) in zip(groups, bounds, strict=True)]
-    seen = [(np.maximum(begin, cut - max_history), cut) for (begin, _), cut in zip(bounds, cuts, strict=True)]
-    held = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
+    visible = [(np.maximum(begin, cut - max_history), cut) for (begin, _), cut in zip(bounds, cuts, strict=True)]
+    held_out = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
     scalars = {name: packer.pick(name) for name, kind in kinds.items() if not kind.is_list}
-    alone = PackedFeatures(np.arange(usable.sum() + 1), {"": share.sample_id[usable], **scalars})
-    packed = {"sample": alone, "history": packer.pack(listed, seen)}
-    if offered:
-        packed["candidates"] = packer.pack(offered, [group.columns[CANDIDATE].bounds for group in groups])
+    scalar_group = PackedFeatures(np.arange(usable.sum() + 1), {"": share.sample_id[usable], **scalars})
+    packed = {"sample": scalar_group, "history": packer.pack(event_columns, visible)}
+    if candidate_columns:
+        packed["candidates"] = packer.pack(candidate_columns, [group.columns[CANDIDATE].bounds for group in groups])
     if split.part == "test":
-        packed["targets"] = packer.pack(listed, held)
+        packed["targets"] = packer.pack(event_columns, held_out)
     return Window(share.position[usable], packed), packer.unknown
 
 
 class _Packer:
-    """Brings values of several groups into the order of the epoch, and maps unknown items on the way."""
+    """Copies values of several row groups into epoch order and maps unknown items to shared rows."""
 
     def __init__(
         self, groups: Sequence[RowGroup], kinds: Mapping[str, ColumnType], vocabulary: ItemVocabulary, rows: Ints
@@ -100,18 +107,18 @@ class _Packer:
         self._groups, self._kinds, self._vocabulary, self._rows = groups, kinds, vocabulary, rows
         self.unknown = 0
         sizes = [len(group.usable) for group in groups]
-        place = np.full(sum(sizes), -1, dtype=np.int64)  # of each row in the order of the epoch; -1: left out
+        place = np.full(sum(sizes), -1, dtype=np.int64)  # of each row in epoch order; -1: not usable
         place[rows] = np.arange(len(rows))
         self._places = np.split(place, list(accumulate(sizes))[:-1]) if groups else []
 
     def pick(self, name: str) -> Values:
-        """A scalar of each row."""
+        """One scalar per row."""
         values = [group.columns[name].values for group in self._groups]
-        return _end_to_end(values, self._kinds[name].dtype)[self._rows]
+        return _concat(values, self._kinds[name].dtype)[self._rows]
 
     def pack(self, names: Sequence[str], bounds: Sequence[tuple[Ints, Ints]]) -> PackedFeatures:
-        """The values [begin, end) of each row, `bounds` by group."""
-        lengths = _end_to_end([end - begin for begin, end in bounds])[self._rows]
+        """The values [begin, end) of each row; `bounds` has one entry per group."""
+        lengths = _concat([end - begin for begin, end in bounds])[self._rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         features = {name: np.empty(offsets[-1], self._kinds[name].dtype) for name in names}
         for group, place, (begin, end) in zip(self._groups, self._places, bounds, strict=True):
@@ -121,7 +128,7 @@ class _Packer:
             for name in names:
                 values = group.columns[name].values[source]
                 if len(self._groups) == 1 and isinstance(target, slice):
-                    features[name] = values  # in order already, so as Arrow decoded it
+                    features[name] = values  # already in order: no copy
                 else:
                     features[name][target] = values
         for name in {"item_id", CANDIDATE} & features.keys():
@@ -130,12 +137,12 @@ class _Packer:
         return PackedFeatures(offsets, features)
 
 
-def _end_to_end(pieces: Sequence[Values], dtype: DTypeLike = np.int64) -> NDArray[Any]:
+def _concat(pieces: Sequence[Values], dtype: DTypeLike = np.int64) -> NDArray[Any]:
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
 
 
 def _selector(begin: Ints, end: Ints) -> slice | Ints:
-    """Which values rows own: a slice where the rows follow each other, else their indices."""
+    """Values of these rows: a slice if the rows are contiguous, else indices."""
     if np.array_equal(begin[1:], end[:-1]):
         return slice(int(begin[0]), int(end[-1])) if len(begin) else slice(0, 0)
     return concat_ranges(begin, end - begin)
@@ -143,7 +150,7 @@ def _selector(begin: Ints, end: Ints) -> slice | Ints:
 
 @dataclass(frozen=True)
 class Events:
-    """Features of events, packed: sample i owns values offsets[i] to offsets[i + 1] of each."""
+    """Jagged features as tensors: sample i owns values offsets[i] to offsets[i + 1] of each feature."""
 
     offsets: torch.Tensor
     features: dict[str, torch.Tensor]
@@ -153,73 +160,73 @@ class Events:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Events of each sample."""
+        """Number of events of each sample."""
         return self.offsets.diff()
 
     def to(self, device: torch.device) -> "Events":
-        """The same on another device."""
+        """Copy to a device."""
         features = {name: values.to(device, non_blocking=True) for name, values in self.features.items()}
         return Events(self.offsets.to(device, non_blocking=True), features)
 
     def row_indices(self, samples: torch.Tensor) -> torch.Tensor:
-        """Where the values of some samples stand."""
+        """Indices of the values of these samples."""
         lengths = self.lengths[samples]
         before = lengths.cumsum(0) - lengths
         return (self.offsets[samples] - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
     def select(self, samples: torch.Tensor) -> "Events":
-        """Those of some samples."""
+        """These samples, copied."""
         rows, lengths = self.row_indices(samples), self.lengths[samples]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return Events(offsets, {name: values[rows] for name, values in self.features.items()})
 
     def slice(self, begin: int, end: int) -> "Events":
-        """Those of samples [begin, end), without a copy of their values."""
+        """Samples [begin, end), as views."""
         low, high = int(self.offsets[begin]), int(self.offsets[end])
         return Events(self.offsets[begin : end + 1] - low, {n: v[low:high] for n, v in self.features.items()})
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank holds of one step's global batch. It may be empty."""
+    """One rank's part of a step's global batch. It may be empty."""
 
     epoch: int
     step: int
     sample_id: torch.Tensor
-    """Stable 64-bit number of each sample: its row in the log."""
+    """Stable 64-bit id of each sample: its row in the log."""
     scalars: dict[str, torch.Tensor]
-    """user_id and further features per sample."""
+    """user_id and other features with one value per sample."""
     history: Events
-    """item_id, timestamp and further features per event, oldest first."""
+    """item_id, timestamp and other features per event, oldest first."""
     candidates: Events | None
-    """candidate_id and its labels, for ranking."""
+    """candidate_id and labels, for ranking."""
     targets: Events | None
-    """The held-out events, when the batch is for evaluation."""
+    """Held-out events, for evaluation."""
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     @property
     def step_key(self) -> int:
-        """One number for (epoch, step), the same on all ranks."""
+        """One integer for (epoch, step), equal on all ranks; it keys random draws."""
         return self.epoch << 32 | self.step
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
+        """Copy to a device."""
         if self.sample_id.device == device:
             return self
         return self.with_groups({name: events.to(device) for name, events in self.groups().items()})
 
     def split(self, count: int) -> list["Batch"]:
-        """Cut into so many batches of about equally many samples, some of them maybe empty."""
+        """Split into `count` micro-batches of about equally many samples. Some may be empty."""
         if count == 1:
             return [self]
         groups, cuts = self.groups(), [len(self) * i // count for i in range(count + 1)]
-        parts = [{name: e.slice(*ends) for name, e in groups.items()} for ends in itertools.pairwise(cuts)]
-        return [self.with_groups(part) for part in parts]
+        splits = [{name: e.slice(*ends) for name, e in groups.items()} for ends in itertools.pairwise(cuts)]
+        return [self.with_groups(split) for split in splits]
 
     def exclude(self, sample_ids: Collection[int]) -> "Batch":
-        """All samples but some, wherever they are."""
+        """Drop the samples with these ids."""
         if not sample_ids:
             return self
         kept = ~torch.isin(self.sample_id, torch.tensor(sorted(sample_ids), dtype=torch.int64))
@@ -227,24 +234,24 @@ class Batch:
         return self if kept.all() else self.with_groups({n: e.select(samples) for n, e in self.groups().items()})
 
     def groups(self) -> dict[str, Events]:
-        """Its features, as groups that share their lengths: one value per sample, per event, and so on."""
-        alone = Events(torch.arange(len(self) + 1), {"": self.sample_id, **self.scalars})
-        several = {"history": self.history, "candidates": self.candidates, "targets": self.targets}
-        return {"sample": alone} | {name: events for name, events in several.items() if events is not None}
+        """Features grouped by shared offsets: per sample, per history event, per candidate, per target."""
+        scalars = Events(torch.arange(len(self) + 1), {"": self.sample_id, **self.scalars})
+        jagged = {"history": self.history, "candidates": self.candidates, "targets": self.targets}
+        return {"sample": scalars} | {name: events for name, events in jagged.items() if events is not None}
 
     def with_groups(self, groups: Mapping[str, Events]) -> "Batch":
-        """A batch of the same step with other samples."""
+        """A batch of the same step with these feature groups."""
         return Batch.from_groups(self.epoch, self.step, groups)
 
     @staticmethod
     def from_groups(epoch: int, step: int, groups: Mapping[str, Events]) -> "Batch":
-        """A batch with these samples, given as `groups` gives them."""
+        """Build a batch from feature groups, the inverse of `groups`."""
         scalars, others = dict(groups["sample"].features), (groups.get("candidates"), groups.get("targets"))
         return Batch(epoch, step, scalars.pop(""), scalars, groups["history"], *others)
 
 
 def build_batch(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:
-    """Join what a step takes from one window or, where windows meet, from several. One piece is not copied."""
+    """Build a batch from slices of one or more windows. A single slice is not copied."""
     groups = {name: _events([piece.groups[name] for piece in pieces]) for name in pieces[0].groups}
     return Batch.from_groups(epoch, step, groups)
 

@@ -1,4 +1,12 @@
-"""Dataset."""
+"""A data set on disk: its manifest, its numbered row groups, and statistics over them.
+
+Reads data sets with a manifest and plain Parquet folders. Every library error becomes a `DataError` or a quarantined
+row group. Thread-safe.
+
+`manifest.json` spares every rank the footers of files that other ranks read. It holds the checksums of all that is read
+before any row: footers, checksum files and the manifest itself. A data set is a list of *stripes*. A stripe is up to 64
+files; its row groups are assigned to them round-robin, so the file of a row group follows from its virtual shard.
+"""
 
 import json
 import zlib
@@ -24,7 +32,7 @@ GROUPS_PER_FILE = 4096
 
 
 class Stripe(NamedTuple):
-    """Row group k of a stripe is group k // len(files) of file k % len(files)."""
+    """Files that share row groups: group k of the stripe is group k // len(files) of file k % len(files)."""
 
     files: tuple[FileEntry, ...]
     rows: int
@@ -32,52 +40,52 @@ class Stripe(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Row groups over all files; only the last may be short."""
+        """Number of row groups over all files; only the last may be short."""
         return -(-self.rows // self.rows_per_group)
 
 
 class Manifest(NamedTuple):
-    """A whole data set."""
+    """Description of a data set."""
 
     stripes: tuple[Stripe, ...]
     events: int
     items: int
-    """Rows of the item vocabulary: stored item ids below this are known items."""
+    """Size of the item vocabulary: item ids below this are known."""
     vocabulary: str
-    """Fingerprint of the vocabulary: which item each of these ids is."""
+    """Fingerprint of the vocabulary."""
     note: str = ""
-    """Where the data came from and what was made up, in one line."""
+    """One line on the origin of the data, and on what is synthetic."""
 
     @property
     def rows(self) -> int:
-        """Histories in the data set."""
+        """Number of histories."""
         return sum(stripe.rows for stripe in self.stripes)
 
     def layout(self) -> RowGroupLayout:
         """Sizes of all row groups, in log order."""
-        of_stripes = [(s.rows_per_group, s.rows - s.rows_per_group * np.arange(s.groups)) for s in self.stripes]
-        counts = [np.minimum(most, left) for most, left in of_stripes]
+        stripe_rows = [(s.rows_per_group, s.rows - s.rows_per_group * np.arange(s.groups)) for s in self.stripes]
+        counts = [np.minimum(most, remaining) for most, remaining in stripe_rows]
         return RowGroupLayout.from_counts(np.concatenate([np.empty(0, dtype=np.int64), *counts]))
 
 
 def data_file_name(stripe: int, file: int) -> str:
-    """Name the files so that their alphabetical order is the order of the stripes."""
+    """File name whose alphabetical order is the order of the stripes."""
     return f"part-{stripe:05d}-{file:02d}.parquet"
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Write the manifest with its own checksum."""
+    """Serialize a manifest with its own checksum."""
     body = _body(manifest)
     return json.dumps({"freescale": MANIFEST_VERSION, "crc": _crc(body), "data": body}, separators=(",", ":")).encode()
 
 
 def manifest_checksum(manifest: Manifest) -> str:
-    """Checksum of a data set's contents: of the sizes and checksums of all its files."""
+    """Checksum of the contents of a data set, from the sizes and checksums of its files."""
     return f"{_crc(_body(manifest)):08x}"
 
 
 def _body(manifest: Manifest) -> dict[str, object]:
-    # Every rank reads this, so it is kept to some 25 bytes a file: names follow from the numbers.
+    # Every rank reads this, so it takes about 25 bytes per file. File names follow from the indices.
     stripes = [
         [stripe.rows, stripe.rows_per_group, [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files]]
         for stripe in manifest.stripes
@@ -87,7 +95,7 @@ def _body(manifest: Manifest) -> dict[str, object]:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """Read a manifest back; anything but what `dump` wrote is an error."""
+    """Parse a manifest; anything that `dump_manifest` did not write is an error."""
     try:
         tree = json.loads(raw)
         version, body = tree["freescale"], tree["data"]
@@ -98,10 +106,10 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
                 )
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            found = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
-            if not _possible(found):
-                raise ValueError("no data set has such numbers")
-            return found
+            manifest = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
+            if not _is_plausible(manifest):
+                raise ValueError("a count is out of range")
+            return manifest
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
     if version != MANIFEST_VERSION:
@@ -113,13 +121,13 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
 _REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
 
 
-def _possible(found: Manifest) -> bool:
-    """Whether all counts are counts, and the rows no more than such files hold: memory is set aside by them."""
-    files = [file for stripe in found.stripes for file in stripe.files]
+def _is_plausible(manifest: Manifest) -> bool:
+    """Whether all counts are in range. Memory is allocated by them, so a damaged count must not pass."""
+    files = [file for stripe in manifest.stripes for file in stripe.files]
     counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
-    counts += [found.events, found.items, *(n for s in found.stripes for n in (s.rows, s.rows_per_group))]
+    counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
     return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
-        1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in found.stripes
+        1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
     )
 
 
@@ -128,12 +136,12 @@ def _crc(body: object) -> int:
 
 
 _NumberedStripe = tuple[int, tuple[FileEntry, ...]]
-"""The number of its first row group, and its files."""
+"""The index of a stripe's first row group, and its files."""
 _CHECK_ADDRESS = "check the address and its permissions"
 
 
 class Dataset:
-    """Histories in Parquet files."""
+    """User histories in Parquet files, with a manifest or without."""
 
     def __init__(
         self, address: str, *, features: Sequence[str] = (), longest: int = 10**6, quarantine: Quarantine | None = None
@@ -143,43 +151,43 @@ class Dataset:
         self._longest = longest
         self._files = ParquetReader(address)
         self.manifest = self._find_manifest()
-        self._stripes, self.layout = _described(self.manifest) if self.manifest else self._discovered()
+        self._stripes, self.layout = _stripes_of(self.manifest) if self.manifest else self._discover()
         self._starts = [first for first, _ in self._stripes]
         self.columns = self._choose_columns(features)
 
     @property
     def rows(self) -> int:
-        """Histories in the data set, usable or not."""
+        """Number of histories, including unusable ones."""
         return self.layout.rows
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched so far."""
+        """Bytes read so far."""
         return self._files.bytes_read
 
     def read_group(self, group: int) -> RowGroup:
-        """Read and check one row group. One that cannot be read is an error, or holds no usable row where allowed."""
+        """Read and validate one row group. If it is unreadable, raise, or with on_bad = skip return no usable row."""
         file, index = self._locate(group)
         rows = int(self.layout.group_rows(group))
         try:
             table = self._files.read_group(file, index, self.columns)
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
-            if not file.has_checksums:  # only the columns of the first file were looked at so far
+            if not file.has_checksums:  # plain Parquet: only the first schema was validated
                 select_columns(table.schema, tuple(self.columns), Location(file.name))
-        except Exception as error:  # Arrow raises many kinds on damaged bytes; none may reach the user bare
+        except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
-            place = Location(file.name, index)
-            self.quarantine.reject(place, "unreadable", what, remedy=FETCH_AGAIN, rows=rows, cause=error)
+            location = Location(file.name, index)
+            self.quarantine.reject(location, "unreadable", what, remedy=FETCH_AGAIN, rows=rows, cause=error)
             return RowGroup.unreadable(rows, self.columns)
 
         def report(row: int, kind: str, what: str) -> None:
-            self.quarantine.reject(Location(file.name, index, row), kind, what, remedy="mend or remove that row")
+            self.quarantine.reject(Location(file.name, index, row), kind, what, remedy="fix or remove that row")
 
         return decode_rows(table, longest=self._longest, report=report)
 
     def unchecked_files(self) -> list[str]:
-        """Files whose pages carry no checksum, so that a flipped bit in them cannot be seen."""
+        """Files without page checksums, in which a flipped bit goes undetected."""
         files = [file for _, files in self._stripes for file in files if not file.has_checksums]
         return [file.name for file in files if not self._files.has_page_checksums(file)]
 
@@ -195,41 +203,41 @@ class Dataset:
             raise DataError(reason(error), where=self.address, remedy=_CHECK_ADDRESS) from error
         return parse_manifest(raw, f"{self.address}/{MANIFEST_FILE}")
 
-    def _discovered(self) -> tuple[list[_NumberedStripe], RowGroupLayout]:
-        """Number the row groups of files that nobody described: by file name, one after another."""
+    def _discover(self) -> tuple[list[_NumberedStripe], RowGroupLayout]:
+        """Number the row groups of files without a manifest, in order of file name."""
         try:
-            found = self._files.list("*.parquet")
+            files = self._files.list("*.parquet")
         except OSError as error:
             raise DataError(reason(error), where=self.address, remedy=_CHECK_ADDRESS) from error
-        if not found:
-            remedy = "make some with `freescale data import` or `freescale data synth`, or give their folder"
+        if not files:
+            remedy = "create some with `freescale data import` or `freescale data synth`, or give their folder"
             raise DataError("no Parquet files here", where=self.address, remedy=remedy)
         stripes: list[_NumberedStripe] = []
         counts: list[int] = []
-        for file in found:
+        for file in files:
             try:
                 metadata = self._files.footer(file).metadata
                 rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
                 if not all(0 <= count <= MAX_GROUP_ROWS for count in rows):
                     raise DataError(f"a row group claims {max(rows, key=abs):,} rows; {MAX_GROUP_ROWS:,} are the most")
             except DataError as error:
-                place = Location(file.name)
-                self.quarantine.reject(place, "unreadable file", error.what, remedy=FETCH_AGAIN, cause=error)
+                location = Location(file.name)
+                self.quarantine.reject(location, "unreadable file", error.what, remedy=FETCH_AGAIN, cause=error)
                 continue
             stripes.append((len(counts), (file,)))
             counts += rows
         return stripes, RowGroupLayout.from_counts(counts)
 
     def _choose_columns(self, features: Sequence[str]) -> dict[str, ColumnType]:
-        why = "there is none"
+        cause = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:
                 schema = self._files.footer(file).schema
-            except DataError as error:  # reported when, and if, a group of that file is read
-                why = f"{error.where}: {error.what}"
+            except DataError as error:  # reported if a row group of that file is read
+                cause = f"{error.where}: {error.what}"
                 continue
             return select_columns(schema, features, Location(file.name))
-        raise DataError(f"no file here can be read ({why})", where=self.address, remedy=FETCH_AGAIN)
+        raise DataError(f"no file here can be read ({cause})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[FileEntry, int]:
         first, files = self._stripes[bisect_right(self._starts, group) - 1]
@@ -237,9 +245,9 @@ class Dataset:
         return files[file], index
 
 
-def _described(found: Manifest) -> tuple[list[_NumberedStripe], RowGroupLayout]:
-    first = accumulate((stripe.groups for stripe in found.stripes), initial=0)
-    return [(next(first), stripe.files) for stripe in found.stripes], found.layout()
+def _stripes_of(manifest: Manifest) -> tuple[list[_NumberedStripe], RowGroupLayout]:
+    first = accumulate((stripe.groups for stripe in manifest.stripes), initial=0)
+    return [(next(first), stripe.files) for stripe in manifest.stripes], manifest.layout()
 
 
 Ints = NDArray[np.int64]
@@ -249,33 +257,33 @@ _MAX_PENDING = 1 << 22
 
 @dataclass
 class ValueCounts:
-    """How often each of many integers was seen; memory follows the distinct ones."""
+    """Number of occurrences of each distinct integer. Memory grows with the distinct ones."""
 
     values: Ints = field(default_factory=lambda: np.zeros(0, int))
     counts: Ints = field(default_factory=lambda: np.zeros(0, int))
     _pending: list[tuple[Ints, Ints]] = field(default_factory=list)
-    _held: int = 0
+    _pending_size: int = 0
 
-    def add(self, seen: Ints) -> None:
-        """Count some more."""
-        values, counts = np.unique(seen, return_counts=True)
+    def add(self, observed: Ints) -> None:
+        """Count more integers."""
+        values, counts = np.unique(observed, return_counts=True)
         self._pending.append((values, counts))
-        self._held += len(values)
-        if self._held > _MAX_PENDING:
+        self._pending_size += len(values)
+        if self._pending_size > _MAX_PENDING:
             self.merge_pending()
 
     def merge_pending(self) -> None:
-        """Merge what is pending into the sorted totals."""
+        """Merge pending counts into the sorted totals."""
         parts = [(self.values, self.counts), *self._pending]
-        self.values, back = np.unique(np.concatenate([v for v, _ in parts]), return_inverse=True)
-        self.counts = np.bincount(back, np.concatenate([c for _, c in parts])).astype(np.int64)
+        self.values, inverse = np.unique(np.concatenate([v for v, _ in parts]), return_inverse=True)
+        self.counts = np.bincount(inverse, np.concatenate([c for _, c in parts])).astype(np.int64)
         self._pending.clear()
-        self._held = 0
+        self._pending_size = 0
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """The figures of a data set."""
+    """Distribution of history lengths and item popularity."""
 
     rows: int
     events: int
@@ -283,18 +291,18 @@ class DatasetStats:
     items: ValueCounts
 
     def quantile(self, share: float) -> int:
-        """The smallest length that at least this share of the histories do not exceed."""
+        """Quantile of the history length."""
         lengths = self.lengths
         return int(np.quantile(lengths.values, share, weights=lengths.counts, method="inverted_cdf"))
 
     @property
     def mean_length(self) -> float:
-        """Events per history."""
+        """Mean number of events per history."""
         return self.events / max(1, self.rows)
 
     @property
     def variation(self) -> float:
-        """Standard deviation of the length over its mean."""
+        """Coefficient of variation of the history length."""
         share = self.lengths.counts / max(1, self.rows)
         variance = float(share @ (self.lengths.values - self.mean_length) ** 2)
         return variance**0.5 / max(self.mean_length, 1e-12)
@@ -304,14 +312,14 @@ class DatasetStats:
         return np.sort(self.items.counts)[::-1]
 
     def top_share(self, share: float) -> float:
-        """Which part of the events goes to this share of the items."""
+        """Fraction of the events that the most popular `share` of the items receives."""
         popularity = self.popularity()
         top = max(1, round(share * len(popularity)))
         return float(popularity[:top].sum() / max(1, self.events))
 
 
 def compute_stats(dataset: Dataset, *, workers: int = 2) -> DatasetStats:
-    """Read a whole data set once and describe it."""
+    """Compute statistics in one pass, with bounded memory."""
     lengths, items = ValueCounts(), ValueCounts()
     groups = _read_groups(dataset, workers)
     for group in track(groups, f"reading {dataset.address}", total=dataset.layout.groups, unit="row groups"):
@@ -324,7 +332,7 @@ def compute_stats(dataset: Dataset, *, workers: int = 2) -> DatasetStats:
 
 
 def _read_groups(dataset: Dataset, workers: int) -> Iterator[RowGroup]:
-    """All row groups, a few read ahead."""
+    """Read all row groups, a few in advance."""
     total = dataset.layout.groups
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for first in range(0, total, 64):

@@ -1,4 +1,9 @@
-"""Histories."""
+"""Build a data set of time-sorted histories, or of ranking samples, from events in any order and larger than memory.
+
+Events are first partitioned into buckets by a hash of their user, so that a user's events are in one bucket and a
+bucket fits in memory. Each bucket becomes histories or, with impressions, ranking samples. These are then merged in
+ranges of the time of their last event (or impression), the order in which a production system would have logged them.
+"""
 
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,47 +28,47 @@ from freescale.log import info_once, warning_once
 from freescale.progress import progress, track
 
 _BATCH = 1_000_000
-_BYTES_PER_EVENT = 160  # of a bucket while it is sorted and grouped
+_BYTES_PER_EVENT = 160  # memory to sort and group a bucket
 USERS_FILE = "users.parquet"
 
 
 class ImportJob(NamedTuple):
-    """What becomes a data set."""
+    """Input and limits of one import."""
 
     events: EventLog
     scratch: Path
-    """A folder for files on the way."""
+    """Folder for temporary files."""
     quarantine: Quarantine
     memory: int = 1 << 30
-    """Bytes that sorting may hold."""
+    """Bytes that sorting may use."""
     impressions: EventLog | None = None
-    """For ranking: what users were shown, with labels."""
+    """For ranking: items shown to users, with labels."""
     max_history: int = 1000
-    """Most events that are kept before an impression."""
+    """Number of most recent events to keep before an impression."""
 
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """What came out of an import."""
+    """Counts of a finished import."""
 
     users: int
     items: int
     events: int
     unknown_events: int
-    """Events and impressions whose item the given vocabulary does not have."""
+    """Events and impressions whose item is outside the given vocabulary."""
     samples: int
-    """Rows of the data set: one per user, or with impressions one per user and moment."""
+    """Rows of the data set: one per user, or with impressions one per user and timestamp."""
 
 
-def write_histories(log: ImportJob, target: str | Path, *, vocabulary: Path | None = None) -> ImportSummary:
-    """Turn events into a data set at `target`, with its vocabulary: the log's own, or that of an earlier data set."""
+def write_histories(job: ImportJob, target: str | Path, *, vocabulary: Path | None = None) -> ImportSummary:
+    """Import events into a data set at `target`, with a new vocabulary or that of an earlier data set."""
     known = None if vocabulary is None else _load_vocabulary(vocabulary)
     try:
         with writer.atomic_folder(target) as folder:
-            return _Importer(log, folder).run(known)
+            return _Importer(job, folder).run(known)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, OSError) as error:
         remedy = "check its format and encoding"
-        raise DataError(f"the log cannot be read: {reason(error)}", where=log.events.name, remedy=remedy) from error
+        raise DataError(f"the log cannot be read: {reason(error)}", where=job.events.name, remedy=remedy) from error
 
 
 def _load_vocabulary(folder: Path) -> pl.DataFrame:
@@ -76,37 +81,37 @@ def _load_vocabulary(folder: Path) -> pl.DataFrame:
 
 
 class _Importer:
-    """The steps of one import, in order. Impressions, where there are any, go the same way as events."""
+    """The steps of one import. Impressions, if any, are processed like events."""
 
-    def __init__(self, log: ImportJob, folder: Path) -> None:
-        self._log, self._folder, self._ticks = log, folder, log.events.ticks_per_second
-        self._logs = [log.events] if log.impressions is None else [log.events, log.impressions]
+    def __init__(self, job: ImportJob, folder: Path) -> None:
+        self._job, self._folder, self._ticks = job, folder, job.events.ticks_per_second
+        self._logs = [job.events] if job.impressions is None else [job.events, job.impressions]
         self._tables = [events.table for events in self._logs]
 
     def run(self, known: pl.DataFrame | None) -> ImportSummary:
         with progress("checking events"):
-            self._tables = [_without_bad(events, self._log.quarantine) for events in self._logs]
-        self._agree()
-        seen = [_keys(table, "item_id") for table in self._tables]
-        events, *_ = totals = [int(counts["count"].sum()) for counts in seen]
-        for total, found in zip(totals, self._logs, strict=True):
+            self._tables = [_without_invalid(events, self._job.quarantine) for events in self._logs]
+        self._unify_types()
+        key_counts = [_keys(table, "item_id") for table in self._tables]
+        events, *_ = totals = [int(counts["count"].sum()) for counts in key_counts]
+        for total, log in zip(totals, self._logs, strict=True):
             if not total:
-                raise DataError("the log holds no usable event", where=found.name, remedy="check its format")
-        items, numbers, unknown = _number(_merged(seen[0], seen[1:]).sort("key"), known)
+                raise DataError("the log contains no usable event", where=log.name, remedy="check its format")
+        items, numbers, unknown = _assign_ids(_merged(key_counts[0], key_counts[1:]).sort("key"), known)
         _save(items, self._folder / VOCABULARY_FILE)
-        self._use_numbers("item_id", numbers)
-        if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer users are their own numbers
+        self._replace_keys("item_id", numbers)
+        if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer keys are the ids
             users = _keys(self._tables[0], "user_id", events)
             _save(users, self._folder / USERS_FILE)
-            self._use_numbers("user_id", users.select("key").with_row_index("number"))
-        buckets = max(1, -(-sum(totals) * _BYTES_PER_EVENT // self._log.memory))
-        written = self._samples(buckets) if self._log.impressions else self._histories(buckets)
+            self._replace_keys("user_id", users.select("key").with_row_index("number"))
+        buckets = max(1, -(-sum(totals) * _BYTES_PER_EVENT // self._job.memory))
+        written = self._samples(buckets) if self._job.impressions else self._histories(buckets)
         manifest = self._write(written, events, items["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
         return ImportSummary(distinct, len(items), manifest.events, unknown, manifest.rows)
 
-    def _agree(self) -> None:
-        """Give impressions the events' types of keys, and both the finer ticks."""
+    def _unify_types(self) -> None:
+        """Convert events and impressions to common key types and to the finer ticks."""
         self._ticks = max(events.ticks_per_second for events in self._logs)
         for number, (table, events) in enumerate(zip(self._tables, self._logs, strict=True)):
             if events.ticks_per_second != self._ticks:
@@ -116,47 +121,47 @@ class _Importer:
             if len({table.collect_schema()[key] for table in self._tables}) > 1:
                 self._tables = [table.with_columns(pl.col(key).cast(pl.String)) for table in self._tables]
 
-    def _use_numbers(self, column: str, numbers: pl.DataFrame) -> None:
-        """Replace keys by their numbers; what has none becomes null."""
+    def _replace_keys(self, column: str, numbers: pl.DataFrame) -> None:
+        """Replace keys by ids; keys without an id become null."""
         named = numbers.lazy().select(pl.col("key").alias(column), pl.col("number").cast(pl.Int64))
         joined = [table.join(named, on=column, how="left") for table in self._tables]
         self._tables = [table.with_columns(pl.col("number").alias(column)).drop("number") for table in joined]
 
     def _histories(self, buckets: int) -> list[Path]:
-        """Group each bucket's events into histories, ordered by the time of their last event."""
+        """Group the events of each bucket into histories, sorted by the time of their last event."""
         written = []
         parts = sorted(self._partition(self._tables[0], "events", buckets).iterdir())
         for number, bucket in enumerate(track(parts, "sorting histories", unit="buckets")):
             histories = _group_by_user(_read(bucket), self._ticks)
-            written.append(self._log.scratch / f"histories-{number}.parquet")
+            written.append(self._job.scratch / f"histories-{number}.parquet")
             share = _rows_at_once(len(histories), buckets)
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
         return written
 
     def _samples(self, buckets: int) -> list[Path]:
-        """Join each bucket's impressions with the events before them, ordered by the time of the impression."""
-        events, offered = (self._partition(table, str(n), buckets) for n, table in enumerate(self._tables))
-        written, left_out, cut = [], 0, 0
-        for number, bucket in enumerate(track(sorted(offered.iterdir()), "joining impressions", unit="buckets")):
-            if not (of_users := events / bucket.name).exists():
-                left_out += len(_read(bucket))
+        """Join the impressions of each bucket with the events before them, sorted by the time of the impression."""
+        events, impressions = (self._partition(table, str(n), buckets) for n, table in enumerate(self._tables))
+        written, dropped, cut = [], 0, 0
+        for number, bucket in enumerate(track(sorted(impressions.iterdir()), "joining impressions", unit="buckets")):
+            if not (user_events := events / bucket.name).exists():
+                dropped += len(_read(bucket))
                 continue
-            found = join_impressions(_read(of_users), _read(bucket), max_history=self._log.max_history)
-            left_out, cut = left_out + found.without_history, cut + found.cut
-            if len(found.rows):
-                written.append(self._log.scratch / f"samples-{number}.parquet")
-                _write_tables(found.tables(self._ticks), written[-1], _rows_at_once(len(found.rows), buckets))
+            samples = join_impressions(_read(user_events), _read(bucket), max_history=self._job.max_history)
+            dropped, cut = dropped + samples.without_history, cut + samples.cut
+            if len(samples.rows):
+                written.append(self._job.scratch / f"samples-{number}.parquet")
+                _write_tables(samples.tables(self._ticks), written[-1], _rows_at_once(len(samples.rows), buckets))
         if not written:
             what, remedy = "no impression has an event of its user before it", "check users and times of both logs"
             raise DataError(what, where=self._logs[1].name, remedy=remedy)
-        if left_out:
-            warning_once(f"{left_out:,} impressions are left out: their users have no event before them")
+        if dropped:
+            warning_once(f"{dropped:,} impressions are dropped: their users have no event before them")
         if cut:
-            info_once(f"{cut:,} histories are cut to their last {self._log.max_history:,} events (--max-history)")
+            info_once(f"{cut:,} histories are truncated to their last {self._job.max_history:,} events (--max-history)")
         return written
 
     def _partition(self, table: pl.LazyFrame, name: str, buckets: int) -> Path:
-        parts = self._log.scratch / f"buckets-{name}"
+        parts = self._job.scratch / f"buckets-{name}"
         parts.mkdir()
         by_user = {"bucket": pl.col("user_id").hash() % buckets}
         with progress("partitioning by user"):
@@ -165,12 +170,12 @@ class _Importer:
 
     def _write(self, parts: list[Path], events: int, items: pl.Series, ranges: int) -> Manifest:
         histories = pl.scan_parquet(parts)
-        if self._log.impressions:  # an event is in several histories
+        if self._job.impressions:  # an event can be in several histories
             events = histories.select(pl.col("item_id").list.len().sum()).collect(engine="streaming").item()
-            ranges = max(1, -(-events * _BYTES_PER_EVENT // self._log.memory))
+            ranges = max(1, -(-events * _BYTES_PER_EVENT // self._job.memory))
         last = histories.select(LAST_TIME).collect(engine="streaming")[LAST_TIME].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
-        columns = len(histories.collect_schema()) - 2  # but user_id and LAST
+        columns = len(histories.collect_schema()) - 2  # without user_id and LAST_TIME
         rows = writer.rows_per_group(len(last), events, columns)
         note = f"imported from {', '.join(events.name for events in self._logs)}"
         ordered = _in_time_order(histories, cuts)
@@ -178,50 +183,50 @@ class _Importer:
         return writer.write_dataset(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
 
 
-def _without_bad(events: EventLog, quarantine: Quarantine) -> pl.LazyFrame:
-    """Find events with a missing or unconvertible field; stop at them or leave them out."""
+def _without_invalid(events: EventLog, quarantine: Quarantine) -> pl.LazyFrame:
+    """Reject events with a missing or unconvertible field."""
     names = [name for name in events.table.collect_schema().names() if not name.startswith("_")]
-    broken = pl.any_horizontal(pl.col(name).is_null() for name in names)
-    for batch in events.table.filter(broken).collect_batches(engine="streaming"):
+    invalid = pl.any_horizontal(pl.col(name).is_null() for name in names)
+    for batch in events.table.filter(invalid).collect_batches(engine="streaming"):
         for row in batch.iter_rows(named=True):
             missing = [name for name in names if row[name] is None]
             hint = ": a label is a number from 0 to 1" if missing[0].startswith("label_") else ""
             what = f"{', '.join(missing)} missing or not of its type{hint}"
-            place = events.location(row[LOG_FILE], row[LOG_NUMBER])
-            quarantine.reject(place, "incomplete event", what, remedy=f"mend that {events.position_unit}")
-    return events.table.filter(~broken).drop(LOG_FILE, LOG_NUMBER)
+            location = events.location(row[LOG_FILE], row[LOG_NUMBER])
+            quarantine.reject(location, "incomplete event", what, remedy=f"fix that {events.position_unit}")
+    return events.table.filter(~invalid).drop(LOG_FILE, LOG_NUMBER)
 
 
 def _keys(table: pl.LazyFrame, column: str, events: int | None = None) -> pl.DataFrame:
-    """The distinct keys of a log in their own order, and how often each occurs."""
-    # Counted batch by batch: Polars' own streaming group_by was seen to hold memory that grows with the events.
-    found, pending = pl.DataFrame(schema={"key": table.collect_schema()[column], "count": pl.Int64}), []
+    """Sorted distinct keys of a log, and how often each occurs."""
+    # Batch by batch: the memory of Polars' streaming group_by was measured to grow with the events.
+    counts, pending = pl.DataFrame(schema={"key": table.collect_schema()[column], "count": pl.Int64}), []
     batches = table.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH)
     for batch in track(batches, f"counting by {column}", total=events, unit="events", size=len):
         pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
         if sum(map(len, pending)) > _BATCH:
-            found, pending = _merged(found, pending), []
-    return _merged(found, pending).sort("key")
+            counts, pending = _merged(counts, pending), []
+    return _merged(counts, pending).sort("key")
 
 
-def _merged(found: pl.DataFrame, more: list[pl.DataFrame]) -> pl.DataFrame:
-    """Add up counts of keys."""
-    return pl.concat([found, *more]).group_by("key").agg(pl.col("count").sum())
+def _merged(counts: pl.DataFrame, more: list[pl.DataFrame]) -> pl.DataFrame:
+    """Sum the counts per key."""
+    return pl.concat([counts, *more]).group_by("key").agg(pl.col("count").sum())
 
 
-def _number(seen: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    """Number the items: by their place in the vocabulary, and behind it, by a stable hash, those it does not have."""
+def _assign_ids(counts: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    """Assign item ids: the index in the vocabulary, or a stable hash after its end for unknown items."""
     if known is None:
-        return seen, seen.select("key").with_row_index("number"), 0
-    if seen["key"].dtype != known["key"].dtype:
-        kinds = f"{seen['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
+        return counts, counts.select("key").with_row_index("number"), 0
+    if counts["key"].dtype != known["key"].dtype:
+        kinds = f"{counts['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
         remedy = "give the vocabulary that belongs to this log"
-        raise DataError(f"the item keys have other types: {kinds}", remedy=remedy)
-    fresh = seen.join(known, on="key", how="anti")
-    behind = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in fresh["key"]]
+        raise DataError(f"the item keys have different types: {kinds}", remedy=remedy)
+    unknown = counts.join(known, on="key", how="anti")
+    hashed = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in unknown["key"]]
     numbered = known.select("key").with_row_index("number").cast({"number": pl.Int64})
-    others = pl.DataFrame([pl.Series("number", behind, pl.Int64), fresh["key"]])
-    return known, pl.concat([numbered, others]), int(fresh["count"].sum())
+    others = pl.DataFrame([pl.Series("number", hashed, pl.Int64), unknown["key"]])
+    return known, pl.concat([numbered, others]), int(unknown["count"].sum())
 
 
 def _save(keys: pl.DataFrame, path: Path) -> None:
@@ -233,7 +238,7 @@ def _read(bucket: Path) -> pl.DataFrame:
 
 
 def _rows_at_once(rows: int, buckets: int) -> int:
-    """A range of time is read from every bucket at once, so row groups are no larger than what it takes of one."""
+    """Row group size of a bucket: about as many rows as one time range reads from it."""
     return max(32, rows // buckets)
 
 
@@ -246,7 +251,7 @@ def _write_tables(tables: Iterable[pa.Table], path: Path, row_group_size: int) -
 
 
 def _group_by_user(events: pl.DataFrame, ticks: int) -> pl.DataFrame:
-    """Histories of one bucket. Events of one moment keep the order of the log; without time it is all there is."""
+    """Histories of one bucket. Events with equal or missing timestamps keep the order of the log."""
     if "timestamp" in events.columns:
         timed = events.sort("user_id", "timestamp", LOG_ORDER).with_columns(
             pl.col("timestamp").alias(LAST_TIME), pl.col("timestamp") // ticks
@@ -257,68 +262,71 @@ def _group_by_user(events: pl.DataFrame, ticks: int) -> pl.DataFrame:
             pl.col(LOG_ORDER).alias(LAST_TIME),
         )
     features = [name for name in events.columns if name not in ("user_id", "item_id", "timestamp", LOG_ORDER)]
-    of_user = timed.group_by("user_id", maintain_order=True)
-    return of_user.agg("item_id", "timestamp", *features, pl.col(LAST_TIME).last()).sort(LAST_TIME, "user_id")
+    by_user = timed.group_by("user_id", maintain_order=True)
+    return by_user.agg("item_id", "timestamp", *features, pl.col(LAST_TIME).last()).sort(LAST_TIME, "user_id")
 
 
 def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Table]:
-    """Rows by LAST, a range at a time: before the first cut, between two, from the last one on."""
+    """Rows sorted by LAST_TIME, one range between two cuts at a time."""
     for low, high in pairwise([None, *sorted(set(cuts)), None]):
         after = pl.lit(True) if low is None else pl.col(LAST_TIME) >= low
         before = pl.lit(True) if high is None else pl.col(LAST_TIME) < high
-        found = histories.filter(after & before).collect(engine="streaming").sort(LAST_TIME, "user_id").drop(LAST_TIME)
-        yield _plain_lists(found.to_arrow())
+        rows = histories.filter(after & before).collect(engine="streaming").sort(LAST_TIME, "user_id").drop(LAST_TIME)
+        yield _plain_lists(rows.to_arrow())
 
 
 def _plain_lists(table: pa.Table) -> pa.Table:
-    """Polars hands out 64-bit list offsets; Parquet readers everywhere expect plain lists."""
+    """Convert the 64-bit list offsets of Polars to plain lists, which all Parquet readers accept."""
     plain = {f.name: pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type for f in table.schema}
     return table.cast(pa.schema(plain)) if table.num_rows else pa.schema(plain).empty_table()
 
 
 LAST_TIME = "_last"
-"""Column of a history or sample on its way: the moment by which the rows of a data set are ordered."""
+"""Temporary column: the time by which the rows of a data set are sorted."""
 _CHUNK = 1_000_000  # events in memory as lists
 
 
 class RankingSamples(NamedTuple):
-    """Samples of some users, not yet with their histories."""
+    """Ranking samples of one bucket: the impressions of one user and timestamp, and the range of earlier events.
+
+    Histories are materialized in `tables`, because an event is in the history of every later sample.
+    """
 
     rows: pl.DataFrame
-    """`user_id`, LAST, candidates, labels, and where the history lies: events `begin` to `end`."""
+    """`user_id`, LAST_TIME, candidates, labels, and the history as events `begin` to `end`."""
     events: pl.DataFrame
     """Sorted by user and time."""
     without_history: int
-    """Impressions that are left out, since their user has no event before them."""
+    """Dropped impressions, whose user has no earlier event."""
     cut: int
-    """Samples whose history is longer than what is kept of it."""
+    """Samples with a truncated history."""
 
     def tables(self, ticks: int) -> Iterator[pa.Table]:
-        """Rows of the data set, by time, some at a time: an event is in the history of every sample after it."""
+        """Rows of the data set, sorted by time, in chunks of bounded memory."""
         total = (self.rows["end"] - self.rows["begin"]).cum_sum().to_numpy()
         features = self.events.drop("user_id", LOG_ORDER).with_columns(pl.col("timestamp") // ticks)
         for begin, end in pairwise([0, *(np.flatnonzero(np.diff(total // _CHUNK)) + 1).tolist(), len(total)]):
             yield _with_histories(self.rows[begin:end], features)
 
 
-def join_impressions(events: pl.DataFrame, offered: pl.DataFrame, *, max_history: int) -> RankingSamples:
-    """Put together the impressions of one user and moment, and find the events strictly before it."""
+def join_impressions(events: pl.DataFrame, impressions: pl.DataFrame, *, max_history: int) -> RankingSamples:
+    """Group impressions by user and timestamp, and find the events strictly before each group."""
     events = events.sort("user_id", "timestamp", LOG_ORDER)
-    labels = [name for name in offered.columns if name.startswith("label_")]
-    moment = offered.sort("user_id", "timestamp", LOG_ORDER).group_by("user_id", "timestamp", maintain_order=True)
-    rows = moment.agg(pl.col("item_id").alias(CANDIDATE), *labels)
-    # One order of events and impressions, where impressions come before events of the same moment.
+    labels = [name for name in impressions.columns if name.startswith("label_")]
+    groups = impressions.sort("user_id", "timestamp", LOG_ORDER).group_by("user_id", "timestamp", maintain_order=True)
+    rows = groups.agg(pl.col("item_id").alias(CANDIDATE), *labels)
+    # Merge events and impressions; impressions sort before events with the same timestamp.
     marks = [frame.select("user_id", "timestamp", seen=pl.lit(seen)) for frame, seen in ((events, 1), (rows, 0))]
     merged = pl.concat(marks).sort("user_id", "timestamp", "seen").with_columns(end=pl.col("seen").cum_sum())
     first = (pl.col("end") - pl.col("seen")).first().over("user_id")
-    found = merged.with_columns(begin=first).filter(pl.col("seen") == 0).select("begin", "end")
-    rows = pl.concat([rows, found.cast(pl.Int64)], how="horizontal")
+    bounds = merged.with_columns(begin=first).filter(pl.col("seen") == 0).select("begin", "end")
+    rows = pl.concat([rows, bounds.cast(pl.Int64)], how="horizontal")
     kept = rows.filter(pl.col("end") > pl.col("begin"))
-    left_out = rows.filter(pl.col("end") == pl.col("begin"))[CANDIDATE].list.len().sum()
-    shortest = pl.max_horizontal("begin", pl.col("end") - max_history)
+    dropped = rows.filter(pl.col("end") == pl.col("begin"))[CANDIDATE].list.len().sum()
+    truncated = pl.max_horizontal("begin", pl.col("end") - max_history)
     cut = int((kept["end"] - kept["begin"] > max_history).sum())
-    ordered = kept.with_columns(begin=shortest).rename({"timestamp": LAST_TIME}).sort(LAST_TIME, "user_id")
-    return RankingSamples(ordered, events, int(left_out), cut)
+    ordered = kept.with_columns(begin=truncated).rename({"timestamp": LAST_TIME}).sort(LAST_TIME, "user_id")
+    return RankingSamples(ordered, events, int(dropped), cut)
 
 
 def _with_histories(rows: pl.DataFrame, features: pl.DataFrame) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Importers."""
+"""Log formats: open public data sets and generic event logs, and copy existing histories."""
 
 import shutil
 import zipfile
@@ -24,34 +24,34 @@ from freescale.log import warning_once
 
 _KUAIRAND = LogColumns("user_id", "video_id", "time_ms", ("is_click", "long_view", "play_time_ms", "duration_ms"))
 _MOVIELENS = LogColumns("userId", "movieId", "timestamp", ("rating",))
-_ML1M = ("user", "_1", "item", "_2", "rating", "_3", "time")  # "::" is read as two separators
+_ML1M = ("user", "_1", "item", "_2", "rating", "_3", "time")  # "::" is parsed as two separators
 _SAMPLE = 10_000
 _NONCANONICAL_NUMBER = r"^(\+|-?0\d|-0$)"
 
 
 class LogSpec(NamedTuple):
-    """What every format gets."""
+    """Where a log is and how to read it."""
 
     sources: Sequence[Path]
     """Files, folders and globs."""
     scratch: Path
-    """A folder for unpacked files."""
+    """Folder for unpacked files."""
     quarantine: Quarantine
     columns: LogColumns = LogColumns()
     style: CsvStyle = CsvStyle()
     unit: TimeUnit = "auto"
 
     def text(self, number: int, source: Path) -> TextLog:
-        """One of the files, as text."""
+        """Text reader for one of the files."""
         return TextLog(source, self.scratch / f"text-{number}.parquet", self.quarantine, name=self.name(number))
 
     def name(self, number: int) -> str:
-        """A file in an error: folders of a log often hold files of the same name."""
+        """File name for messages; with its folder if there are several files, which often share a name."""
         source = self.sources[number]
         return source.name if len(self.sources) == 1 else str(source)
 
     def with_columns(self, columns: LogColumns, unit: TimeUnit) -> "LogSpec":
-        """The same for a format whose columns are known. Labels are read instead of its features."""
+        """Copy for a format with fixed columns. If there are labels, they replace the features."""
         labels = self.columns.labels
         return self._replace(unit=unit, columns=columns._replace(features=(), labels=labels) if labels else columns)
 
@@ -87,19 +87,19 @@ def _kuairand(job: LogSpec) -> EventLog:
 
 
 def _lists(job: LogSpec) -> EventLog:
-    """Lines of `user item item ...`; a line per event is the shortest of them."""
+    """Lines of `user item item ...`, or one line per event."""
     line = pl.col("line").str.strip_chars()
     words = line.str.split(" ")
     parts = []
     for number, source in enumerate(job.sources):
         lines = job.text(number, source).read_lines()
         users = lines.filter(line != "").select(LOG_NUMBER, user=words.list.first(), item=words.list.slice(1))
-        parts.append(users.explode("item").filter(pl.col("item").is_not_null()))  # a user may have no items
+        parts.append(users.explode("item").filter(pl.col("item").is_not_null()))  # users without items
     return _event_log(job.with_columns(LogColumns("user", "item", None), "auto"), parts)
 
 
 def _generic(job: LogSpec) -> EventLog:
-    """Files whose columns the user names, of any one kind."""
+    """Files of one format with user-defined columns."""
     kind, names = detect_common_format(job.sources, job.style.encoding), job.columns.names
     if kind == "parquet":
         return _event_log(job, [_parquet(source, names) for source in job.sources], parquet=True)
@@ -129,7 +129,7 @@ def _parquet(source: Path, names: Sequence[str]) -> pl.LazyFrame:
 
 
 def _unpacked(job: LogSpec, member: str, style: CsvStyle, names: Sequence[str] = ()) -> EventLog:
-    """A text file that may be packed in an archive."""
+    """Read a text file, possibly from a zip archive."""
     parts = []
     for number, source in enumerate(job.sources):
         path = _member(source, member, job.scratch) if source.suffix == ".zip" else source
@@ -138,7 +138,7 @@ def _unpacked(job: LogSpec, member: str, style: CsvStyle, names: Sequence[str] =
 
 
 def _event_log(job: LogSpec, parts: Sequence[pl.LazyFrame], *, parquet: bool = False) -> EventLog:
-    """Give the columns their common names and types. What does not convert becomes null."""
+    """Rename and convert the columns. Values that do not convert become null."""
     columns = job.columns
     _refuse_names(columns)
     numbered = [part.with_columns(pl.lit(file, pl.Int32).alias(LOG_FILE)) for file, part in enumerate(parts)]
@@ -146,11 +146,11 @@ def _event_log(job: LogSpec, parts: Sequence[pl.LazyFrame], *, parquet: bool = F
     sample = table.select(columns.names).head(_SAMPLE).collect()
     ticks, time = 1, []
     if columns.time is None:
-        warning_once("the log has no time: the order of its lines is taken for it, and timestamps are positions")
+        warning_once("the log has no time column: events are ordered by line, and timestamps are positions")
     else:
-        clock = infer_time_parser(table, sample[columns.time], job.unit)
-        ticks, time = clock.per_second, [clock.ticks.alias("timestamp")]
-    chosen = table.select(
+        parser = infer_time_parser(table, sample[columns.time], job.unit)
+        ticks, time = parser.per_second, [parser.ticks.alias("timestamp")]
+    selected = table.select(
         _key(sample[columns.user]).alias("user_id"),
         _key(sample[columns.item]).alias("item_id"),
         *time,
@@ -161,19 +161,19 @@ def _event_log(job: LogSpec, parts: Sequence[pl.LazyFrame], *, parquet: bool = F
     )
     order = pl.col(LOG_ORDER).cast(pl.Int64)
     files = tuple(job.name(number) for number in range(len(job.sources)))
-    return EventLog(chosen.with_row_index(LOG_ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
+    return EventLog(selected.with_row_index(LOG_ORDER).with_columns(order), files, "row" if parquet else "line", ticks)
 
 
 def _refuse_names(columns: LogColumns) -> None:
-    """Features keep their names, so they may not be those that a data set gives a meaning to."""
+    """Refuse features with reserved column names."""
     for name in columns.features:
         if name in REQUIRED or is_candidate(name) or name.startswith("_"):
             remedy = "rename that column, or leave it out of --features"
-            raise DataError(f"a feature cannot be called '{name}', which means something else", remedy=remedy)
+            raise DataError(f"a feature cannot be called '{name}': the name is reserved", remedy=remedy)
 
 
 def _key(sample: pl.Series) -> pl.Expr:
-    """Keys are integers where the whole sample is, and none would lose a leading zero; else text."""
+    """Integer keys if the whole sample is integers without leading zeros or plus signs; else text."""
     column, text = pl.col(sample.name), sample.cast(pl.String)
     if sample.dtype.is_integer():
         return column.cast(pl.Int64, strict=False)
@@ -184,15 +184,15 @@ def _key(sample: pl.Series) -> pl.Expr:
 
 
 def _feature(sample: pl.Series) -> pl.Expr:
-    """A number as it is stored; text becomes integers where it loses nothing by it, else 32-bit floats."""
+    """Numeric columns as stored; text as integers if that loses nothing, else as 32-bit floats."""
     column = pl.col(sample.name)
     if sample.dtype.is_numeric() or sample.dtype == pl.Boolean:
         return column
     whole, real = column.cast(pl.Int64, strict=False), column.cast(pl.Float32, strict=False)
-    if sample.dtype != pl.String or (sample.count() and not _kept(sample, real)):
-        remedy = "leave it out, or give it numbers in the log"
+    if sample.dtype != pl.String or (sample.count() and not _convertible(sample, real)):
+        remedy = "remove it from --features, or convert it to numbers"
         raise DataError(f"feature '{sample.name}' is not numeric", remedy=remedy)
-    return whole if _kept(sample, whole) == _kept(sample, real) else real
+    return whole if _convertible(sample, whole) == _convertible(sample, real) else real
 
 
 def _label(sample: pl.Series) -> pl.Expr:
@@ -208,21 +208,21 @@ def _label(sample: pl.Series) -> pl.Expr:
     return pl.when(number.is_between(0, 1)).then(number).alias(name)
 
 
-def _kept(sample: pl.Series, way: pl.Expr) -> int:
-    """How many values of a sample convert this way; the others are bad rows."""
-    return int(sample.to_frame().select(way.count()).item())
+def _convertible(sample: pl.Series, conversion: pl.Expr) -> int:
+    """Number of values of a sample that a conversion accepts."""
+    return int(sample.to_frame().select(conversion.count()).item())
 
 
 def _member(source: Path, name: str, scratch: Path) -> Path:
-    """Take one file out of an archive, by its last name and into a name of ours, so that no path can lead elsewhere."""
+    """Extract one member of an archive by its base name, to a fixed file name, so that no path can escape."""
     try:
         with zipfile.ZipFile(source) as archive:
-            found = [entry for entry in archive.namelist() if entry.rsplit("/", 1)[-1] == name]
-            if not found:
+            entries = [entry for entry in archive.namelist() if entry.rsplit("/", 1)[-1] == name]
+            if not entries:
                 remedy = "check that it is the right download"
                 raise DataError(f"the archive holds no {name}", where=str(source), remedy=remedy)
             target = scratch / f"unpacked-{name}"
-            with archive.open(found[0]) as packed, output_errors(scratch), target.open("wb") as unpacked:
+            with archive.open(entries[0]) as packed, output_errors(scratch), target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
             return target
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
@@ -233,21 +233,21 @@ def _member(source: Path, name: str, scratch: Path) -> Path:
 def copy_histories(
     folder: Path, target: str | Path, *, features: Sequence[str], quarantine: Quarantine
 ) -> ImportSummary:
-    """Copy the usable histories of a folder, in their order. There are as many items as the largest id asks for."""
+    """Validate and copy Parquet histories in their order. The vocabulary size is the largest item id plus 1."""
     dataset = Dataset(str(folder), features=features, quarantine=quarantine)
     rows, events, items = 0, 0, 0
     users: list[np.ndarray] = []
     for group in _row_groups(dataset):
         rows, events = rows + int(group.usable.sum()), events + len(group.columns["item_id"].values)
         ids = [group.columns[name].values for name in ("item_id", CANDIDATE) if name in group.columns]
-        items = max(items, *(int(some.max(initial=-1)) + 1 for some in ids))
+        items = max(items, *(int(values.max(initial=-1)) + 1 for values in ids))
         users.append(np.unique(group.columns["user_id"].values[group.usable]))
     if not rows:
-        raise DataError("no usable history is here", where=str(folder), remedy="check the columns of its files")
+        raise DataError("no usable history", where=str(folder), remedy="check the columns of its files")
     size = writer.rows_per_group(rows, events, len(dataset.columns))
-    with writer.atomic_folder(target) as made:
+    with writer.atomic_folder(target) as created:
         tables = map(_table, _row_groups(dataset))
-        writer.write_dataset(made, tables, rows_per_group=size, items=items, note=f"copied from {folder.name}")
+        writer.write_dataset(created, tables, rows_per_group=size, items=items, note=f"copied from {folder.name}")
     return ImportSummary(len(np.unique(np.concatenate(users))), items, events, 0, rows)
 
 
@@ -256,7 +256,7 @@ def _row_groups(dataset: Dataset) -> Iterator[RowGroup]:
 
 
 def _table(group: RowGroup) -> pa.Table:
-    """The usable rows of a group; the lists of others are empty already."""
+    """The usable rows of a row group."""
     columns = {
         name: pa.array(column.values) if column.offsets is None else list_array(column.offsets, column.values)
         for name, column in group.columns.items()

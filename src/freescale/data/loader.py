@@ -1,4 +1,8 @@
-"""Loader."""
+"""Data loader: yields one rank's batches in order and reads ahead with threads.
+
+Threads instead of processes: Arrow decodes in C++ without the GIL, nothing is pickled, and no worker process can leak.
+`order` decides what a batch contains.
+"""
 
 import queue
 import threading
@@ -17,10 +21,10 @@ from freescale.log import warning_once
 
 
 class Loader:
-    """Iterate to get the rest of the current epoch, one batch a step; iterate again for the next epoch.
+    """Iterates over the rest of the current epoch, one batch per step; iterate again for the next epoch.
 
-    Every rank yields the same number of batches. `state_dict` is the position behind the last batch that was yielded,
-    and fits any number of ranks and workers.
+    Every rank yields the same number of batches. `state_dict` is the position after the last yielded batch. It can be
+    loaded with any world size and any number of workers.
     """
 
     def __init__(
@@ -39,17 +43,17 @@ class Loader:
             raise ConfigError(what, key="data.shards", remedy=remedy)
         quarantine = Quarantine(config.on_bad, quarantine_file)
         self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
-        known = self.dataset.manifest.items if self.dataset.manifest else 0
-        self.vocabulary = ItemVocabulary(known, config.oov_rows)
+        items = self.dataset.manifest.items if self.dataset.manifest else 0
+        self.vocabulary = ItemVocabulary(items, config.oov_rows)
         self.identity = DataIdentity.from_dataset(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
         self.unknown_items = 0
         self._config, self._rank, self._world_size = config, rank, world_size
         self._split = Split(config.split, config.split_time, part)
-        self._say_who_stays_empty()
+        self._warn_of_empty_ranks()
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Steps per epoch."""
         return self.cursor.steps
 
     def __iter__(self) -> Iterator[Batch]:
@@ -61,49 +65,49 @@ class Loader:
             try:
                 yield from self._batches(windows)
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # first, or the thread behind `windows` reads on
+                pool.shutdown(wait=False, cancel_futures=True)  # first, or the prefetch thread continues to read
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where to continue."""
+        """Position from which to resume."""
         return self.cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from there, with any number of ranks and workers."""
+        """Resume from a position, with any world size and number of workers."""
         self.cursor.load_state_dict(state)
 
     def report(self) -> list[str]:
-        """Say what was set aside or mapped to shared rows so far."""
+        """Lines that summarize rejected rows and items mapped to shared rows."""
         lines = [self.dataset.quarantine.summary()]
         if self.unknown_items:
             shared = f"mapped to {self.vocabulary.oov_rows} shared rows"
             lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, {shared}")
         return [line for line in lines if line]
 
-    def _say_who_stays_empty(self) -> None:
-        """In log order a step takes few row groups, and a rank without any of them holds nothing."""
+    def _warn_of_empty_ranks(self) -> None:
+        """Warn if steps in log order span fewer row groups than there are ranks: the other ranks are empty."""
         rows = max(1, self.dataset.layout.common)
         groups = -(-self._config.global_batch // rows)
         if self._config.order == "log" and groups < self._world_size:
             few = f"a step of {self._config.global_batch} samples comes from about {groups} row groups of {rows}"
-            warning_once(f"order = log: {few}, so most of {self._world_size} ranks hold nothing before balancing")
+            warning_once(f"order = log: {few}, so most of {self._world_size} ranks are empty before balancing")
 
     def _batches(self, windows: Iterator[tuple[int, Window]]) -> Iterator[Batch]:
-        """Cut windows into steps."""
-        epoch, upto = self.cursor.epoch, 0
-        held: list[Window] = []
+        """Slice windows into steps."""
+        epoch, loaded = self.cursor.epoch, 0
+        pending: list[Window] = []
         for step in range(self.cursor.step, self.cursor.steps):
             begin, end = self.cursor.span(step)
-            while upto < end:
-                upto, window = next(windows)
-                held.append(window)
-            pieces = [piece for window in held if len((piece := window.slice(begin, end)).position)]
-            batch = build_batch(pieces or [held[-1].slice(end, end)], epoch=epoch, step=step)
-            held = held[-1:]
+            while loaded < end:
+                loaded, window = next(windows)
+                pending.append(window)
+            slices = [part for window in pending if len((part := window.slice(begin, end)).position)]
+            batch = build_batch(slices or [pending[-1].slice(end, end)], epoch=epoch, step=step)
+            pending = pending[-1:]
             self.cursor.advance()
             yield batch
 
     def _windows(self, pool: ThreadPoolExecutor | None) -> Iterator[tuple[int, Window]]:
-        """Read the rest of the epoch: each window with the position at which it ends."""
+        """Read the rest of the epoch: each window with its end position."""
         config, cursor = self._config, self.cursor
         order = EpochOrder(self.dataset.layout, config.order, config.shards, cursor.seed, cursor.epoch)
         windows = order.windows_in(cursor.span(cursor.step)[0], cursor.samples)
@@ -123,12 +127,12 @@ class Loader:
     def _read(
         self, shares: Iterator[WindowShare], pool: ThreadPoolExecutor | None
     ) -> Iterator[tuple[WindowShare, list[RowGroup]]]:
-        """Read the row groups of each share; with a pool, those of the next share while this one is worked on."""
+        """Read the row groups of each share. With a pool, the next share is read while the current one is packed."""
         read = map if pool is None else pool.map
-        begun = ((share, read(self.dataset.read_group, share.groups.tolist())) for share in shares)
-        following = next(begun, None)
+        started = ((share, read(self.dataset.read_group, share.groups.tolist())) for share in shares)
+        following = next(started, None)
         while following is not None:
-            (share, groups), following = following, next(begun, None)
+            (share, groups), following = following, next(started, None)
             yield share, list(groups)
 
 
@@ -137,30 +141,30 @@ _END = object()
 
 
 def prefetch(items: Iterator[T], depth: int, *, drain: bool = False) -> Iterator[T]:
-    """Yield the items of an iterator that a thread advances, at most `depth` items ahead of the consumer.
+    """Advance an iterator in a background thread, at most `depth` items ahead of the consumer.
 
-    An item being made counts as ahead, so memory holds `depth` of them and the one in use. An error is raised where
-    the item would have come. When the consumer stops early, the thread ends with it; with `drain` only after the
-    items that it may be ahead, which is the same number wherever as many were consumed.
+    An item under construction counts, so memory holds `depth` items and the one in use. An error of the iterator is
+    raised in place of its item. If the consumer stops early, the thread stops too; with `drain` it first completes its
+    `depth` items, so that ranks that consumed equally many items also produced equally many.
     """
     ready: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
-    orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
     stop = threading.Event()
 
     def produce() -> None:
         try:
-            while orders.get() and not stop.is_set():
+            while requests.get() and not stop.is_set():
                 item = next(items, _END)
                 ready.put((item, None))
                 if item is _END:
                     return
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # raised in the consumer
             ready.put((_END, error))
 
-    thread = threading.Thread(target=produce, name="freescale-ahead", daemon=True)
+    thread = threading.Thread(target=produce, name="freescale-prefetch", daemon=True)
     thread.start()
     for _ in range(depth):
-        orders.put(True)
+        requests.put(True)
     try:
         while True:
             item, error = ready.get()
@@ -168,13 +172,13 @@ def prefetch(items: Iterator[T], depth: int, *, drain: bool = False) -> Iterator
                 raise error
             if item is _END:
                 return
-            orders.put(True)
+            requests.put(True)
             yield item  # type: ignore[misc]
     finally:
         if not drain:
             stop.set()
-        orders.put(False)
+        requests.put(False)
         thread.join()
         while drain and not ready.empty():
             if (error := ready.get()[1]) is not None:
-                warning_once(f"while ending, what nobody waits for any more failed: {error}")
+                warning_once(f"a prefetched item that is no longer needed failed: {error}")

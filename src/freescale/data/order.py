@@ -1,4 +1,17 @@
-"""Sample order."""
+"""Deterministic sample order: which samples are in step i, and which rank reads them.
+
+The order depends on (seed, epoch, step) only. It has two levels. Row group g always belongs to virtual shard g mod V.
+*Window* w takes the w-th group of every shard, and each shard permutes its groups independently. Inside a window, the
+samples of all its groups are shuffled. With order = "log" both permutations are the identity.
+
+Guarantees for order = "shuffle": every epoch is a new permutation of all samples. Two samples of one window can appear
+in any order. A sample can be in any window. Samples of one row group stay in one window. Not guaranteed: two samples of
+the *same* shard but different row groups never share a window.
+
+The global batch of step i is positions [i B, (i + 1) B) of that order; the last batch is short. A rank reads the shards
+v with v mod world_size = rank, so exactly one rank reads a row group, and the content of a step depends neither on the
+world size nor on the number of workers. Everything is computed on demand in O(V + B) memory. Pure: numpy only.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
@@ -12,23 +25,27 @@ from numpy.typing import ArrayLike, NDArray
 from freescale.errors import ConfigError
 
 MAX_GROUP_ROWS = 1 << 22
-"""Of one row group. Samples of a window are numbered in memory, so a file may not claim any number."""
+"""Largest accepted row group. Samples of a window are numbered in memory, so a damaged count must not pass."""
 
 
 @dataclass(frozen=True)
 class RowGroupLayout:
-    """Row groups of `common` rows, except those listed in `odd`."""
+    """Number of rows in each row group: `common` everywhere, except in the groups listed in `odd`.
+
+    A log of 10^10 samples has millions of row groups, so only exceptions are stored. Files that FreeScale writes have
+    one exception each, the last group.
+    """
 
     groups: int
     common: int
     odd: NDArray[np.int64]
-    """Numbers of the groups with another size, ascending."""
+    """Indices of the groups with another size, ascending."""
     odd_rows: NDArray[np.int64]
     """Their sizes."""
 
     @staticmethod
     def from_counts(counts: Iterable[int]) -> "RowGroupLayout":
-        """Find the common size and the exceptions."""
+        """Build a layout from the number of rows of each group."""
         rows = np.fromiter(counts, dtype=np.int64)
         values, times = np.unique(rows, return_counts=True)
         common = int(values[times.argmax()]) if len(values) else 0
@@ -37,11 +54,11 @@ class RowGroupLayout:
 
     @property
     def rows(self) -> int:
-        """Samples in the whole data set."""
+        """Number of samples in the data set."""
         return self.groups * self.common + int((self.odd_rows - self.common).sum())
 
     def group_rows(self, groups: ArrayLike) -> NDArray[np.int64]:
-        """Samples in each of these groups."""
+        """Number of samples in each of these groups."""
         groups = np.asarray(groups, dtype=np.int64)
         rows = np.full(groups.shape, self.common, dtype=np.int64)
         if len(self.odd):
@@ -50,7 +67,7 @@ class RowGroupLayout:
         return rows
 
     def first_rows(self, groups: ArrayLike) -> NDArray[np.int64]:
-        """The number, in log order, of the first sample of each of these groups."""
+        """Index, in log order, of the first sample of each of these groups."""
         groups = np.asarray(groups, dtype=np.int64)
         return groups * self.common + self._excess[np.searchsorted(self.odd, groups)]
 
@@ -60,23 +77,23 @@ class RowGroupLayout:
 
 
 def concat_ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lay the ranges [first, first + count) end to end."""
-    laid = np.arange(int(count.sum()), dtype=np.int64)
-    laid += np.repeat(first - (np.cumsum(count) - count), count)
-    return laid
+    """Concatenate the ranges [first, first + count)."""
+    result = np.arange(int(count.sum()), dtype=np.int64)
+    result += np.repeat(first - (np.cumsum(count) - count), count)
+    return result
 
 
 Words = NDArray[np.uint64]
 _Round = tuple[Words, np.uint64, np.uint64]
-"""A key, and the bits of the left and of the right half."""
+"""A key, and the number of bits of the left and of the right half."""
 _WEYL, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _ONE, _S27, _S30, _S31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
-_ROUNDS = 6  # four already pass as random; six leave margin on the tiny domains that row groups give
+_ROUNDS = 6  # four pass as random; six leave margin on tiny domains such as a few row groups
 
 
 def splitmix64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Hash 64 bits to 64 bits (the finalizer of splitmix64)."""
-    z = np.atleast_1d(np.asarray(values)).astype(np.uint64)  # a copy, and an array: scalars warn when they wrap
+    """Hash 64-bit integers with the finalizer of splitmix64."""
+    z = np.atleast_1d(np.asarray(values)).astype(np.uint64)  # a copy, and an array: numpy warns when scalars wrap
     z += _WEYL
     z ^= z >> _S30
     z *= _M1
@@ -87,7 +104,7 @@ def splitmix64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def derive_key(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Fold several numbers, or arrays of them, into one key (or an array of keys)."""
+    """Hash several integers, or arrays of them, into one key or an array of keys."""
     key = np.zeros(1, dtype=np.uint64)
     for part in parts:
         key = splitmix64(key ^ splitmix64(part))
@@ -95,7 +112,12 @@ def derive_key(*parts: ArrayLike) -> NDArray[np.uint64]:
 
 
 class Permutation:
-    """A bijection of range(n) chosen by a key. Keys may be an array: then each element has its own bijection."""
+    """A keyed bijection of range(n), evaluated point by point. With an array of keys, each element has its own.
+
+    A shuffle of 10^10 samples does not fit in memory, so it is computed: a Feistel network over the next power of two,
+    applied again until the value is below n. Implemented here because the order of a run must not change with the
+    version of a random number library.
+    """
 
     def __init__(self, n: int, key: Words) -> None:
         bits = max(2, (n - 1).bit_length())
@@ -104,16 +126,16 @@ class Permutation:
         self._rounds: list[_Round] = [(derive_key(key, r), halves[r % 2], halves[1 - r % 2]) for r in range(_ROUNDS)]
 
     def __call__(self, index: ArrayLike) -> NDArray[np.int64]:
-        """Where each index goes."""
+        """Map each index to its image."""
         return self._walk(index, self._rounds, _round)
 
     def inverse(self, index: ArrayLike) -> NDArray[np.int64]:
-        """Which index came here."""
+        """Map each image back to its index."""
         return self._walk(index, self._rounds[::-1], _unround)
 
     def _walk(self, index: ArrayLike, rounds: Iterable[_Round], step: Callable[..., Words]) -> NDArray[np.int64]:
-        # A value that lands at or above n is sent through again. The orbit returns below n after fewer than two
-        # passes on average, because the domain is less than twice n.
+        # Values at or above n pass through the network again. This takes fewer than two passes on average, because the
+        # domain is less than twice n.
         value = np.atleast_1d(np.asarray(index)).astype(np.uint64)
         outside = np.ones(value.shape, dtype=bool)
         while outside.any():
@@ -139,25 +161,25 @@ def _lowest(value: Words, bits: np.uint64) -> Words:
     return value & ((_ONE << bits) - _ONE)
 
 
-_GROUPS, _SAMPLES = 1, 2  # the two levels draw from unrelated keys
+_GROUPS, _SAMPLES = 1, 2  # the two levels use unrelated keys
 
 
 class WindowShare(NamedTuple):
-    """What one rank holds of one window, in the order of the epoch."""
+    """The samples of one window that one rank reads, in epoch order."""
 
     groups: NDArray[np.int64]
-    """The row groups that the rank reads."""
+    """Row groups that the rank reads."""
     position: NDArray[np.int64]
     """Position of each sample in the epoch, ascending."""
     source: NDArray[np.int64]
-    """Where each sample is found when the rank's groups are laid end to end."""
+    """Row of each sample in the concatenation of the rank's groups."""
     sample_id: NDArray[np.int64]
-    """Its row number in the log."""
+    """Row number of each sample in the log."""
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of one epoch."""
+    """The sample order of one epoch."""
 
     layout: RowGroupLayout
     kind: Literal["shuffle", "log"]
@@ -167,13 +189,13 @@ class EpochOrder:
 
     @property
     def windows(self) -> int:
-        """How many windows the epoch has; only the last may lack some shards."""
+        """Number of windows in the epoch; only the last may lack some shards."""
         return -(-self.layout.groups // self.shards)
 
     def window_groups(self, window: int) -> NDArray[np.int64]:
         """The row groups of a window, in the order of their shards."""
         shard = np.arange(min(self.shards, self.layout.groups - window * self.shards), dtype=np.int64)
-        return shard + self.shards * self._turn(shard, np.full_like(shard, window), backward=False)
+        return shard + self.shards * self._permute(shard, np.full_like(shard, window), backward=False)
 
     def window_start(self, window: int) -> int:
         """Position of the first sample of a window."""
@@ -182,15 +204,15 @@ class EpochOrder:
         return groups * self.layout.common + int(excess[np.searchsorted(windows, window)])
 
     def window_at(self, position: int) -> int:
-        """The window that holds a position: starts are never decreasing."""
+        """The window that contains a position."""
         return bisect_right(range(self.windows), position, key=self.window_start) - 1
 
     def windows_in(self, begin: int, end: int) -> range:
-        """The windows that positions [begin, end) touch."""
+        """The windows that overlap positions [begin, end)."""
         return range(self.window_at(begin), self.window_at(end - 1) + 1) if begin < end else range(0)
 
     def share(self, window: int, *, rank: int, world_size: int) -> WindowShare:
-        """What one rank holds of a window; computed from its own samples alone."""
+        """One rank's share of a window, in time and memory proportional to that share."""
         groups = self.window_groups(window)
         rows = self.layout.group_rows(groups)
         first = np.cumsum(rows) - rows
@@ -205,29 +227,29 @@ class EpochOrder:
 
     @cached_property
     def _odd_windows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """In which windows the groups of uncommon size fall, and the running excess of samples they bring."""
+        """Windows that contain the groups of uncommon size, and the cumulative excess of samples."""
         odd = self.layout.odd
-        windows = self._turn(odd % self.shards, odd // self.shards, backward=True)
+        windows = self._permute(odd % self.shards, odd // self.shards, backward=True)
         by_window = np.argsort(windows, kind="stable")
         excess = np.cumsum((self.layout.odd_rows - self.layout.common)[by_window])
         return windows[by_window], np.concatenate([[0], excess])
 
-    def _turn(self, shard: NDArray[np.int64], index: NDArray[np.int64], *, backward: bool) -> NDArray[np.int64]:
-        """Map each shard's turn to its group (or back). Shards have n or n + 1 groups."""
+    def _permute(self, shard: NDArray[np.int64], index: NDArray[np.int64], *, backward: bool) -> NDArray[np.int64]:
+        """Permute the group index inside each shard, or invert that. Shards have n or n + 1 groups."""
         if self.kind == "log":
             return index
         fewest, more = divmod(self.layout.groups, self.shards)
         result = np.empty_like(index)
-        for chosen, n in ((shard < more, fewest + 1), (shard >= more, fewest)):
-            if chosen.any():
-                order = Permutation(n, derive_key(self.seed, self.epoch, _GROUPS, shard[chosen]))
-                result[chosen] = (order.inverse if backward else order)(index[chosen])
+        for mask, n in ((shard < more, fewest + 1), (shard >= more, fewest)):
+            if mask.any():
+                order = Permutation(n, derive_key(self.seed, self.epoch, _GROUPS, shard[mask]))
+                result[mask] = (order.inverse if backward else order)(index[mask])
         return result
 
 
 @dataclass
 class Cursor:
-    """A position in the log: a few numbers that any number of ranks can continue from."""
+    """A position in the training data that any world size can resume from."""
 
     seed: int
     order: Literal["shuffle", "log"]
@@ -236,36 +258,36 @@ class Cursor:
     samples: int
     epoch: int = 0
     step: int = 0
-    """Steps of this epoch that are done."""
+    """Completed steps of this epoch."""
 
     @property
     def steps(self) -> int:
-        """Steps in an epoch, the last short one included."""
+        """Steps per epoch, including a last short one."""
         return -(-self.samples // self.global_batch)
 
     def advance(self) -> None:
-        """Count one step as done."""
+        """Mark one step as completed."""
         self.step += 1
         if self.step >= self.steps:
             self.epoch, self.step = self.epoch + 1, 0
 
     def span(self, step: int) -> tuple[int, int]:
-        """Positions of a step's global batch."""
+        """Epoch positions [begin, end) of a step's global batch."""
         return step * self.global_batch, min((step + 1) * self.global_batch, self.samples)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Everything needed to continue."""
+        """State needed to resume."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from there. What defines the order must be unchanged, or step i would mean other samples."""
-        for name, mine in asdict(self).items():
+        """Resume from a saved state. Refuses a state with another seed, order, batch size, shard count or data size."""
+        for name, value in asdict(self).items():
             if name not in state:
                 raise ConfigError(f"the saved cursor has no '{name}'", remedy="take a cursor that this version saved")
-            if name not in ("epoch", "step") and state[name] != mine:
+            if name not in ("epoch", "step") and state[name] != value:
                 saved = f"{name} = {state[name]!r}"
                 remedy = f"resume with {saved}, or start the data from its beginning"
-                raise ConfigError(f"the saved cursor counts on {saved}, this run has {mine!r}", remedy=remedy)
+                raise ConfigError(f"the saved cursor has {saved}, this run has {value!r}", remedy=remedy)
         epoch, step = int(state["epoch"]), int(state["step"])
         if epoch < 0 or not 0 <= step < max(1, self.steps):
             what = f"the saved cursor is at step {step} of epoch {epoch}, which does not exist"

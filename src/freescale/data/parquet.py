@@ -1,4 +1,9 @@
-"""Parquet."""
+"""Checksummed Parquet reads from any fsspec address.
+
+Reads only the byte ranges of the requested columns, without the read-ahead of a file system, because every excess byte
+is multiplied by the world size. Files with recorded checksums have every byte verified, including the bytes outside of
+pages that Parquet's own page checksums do not cover.
+"""
 
 import mmap
 import struct
@@ -19,11 +24,11 @@ from freescale.errors import DataError, reason
 
 MAGIC = b"PAR1"
 FETCH_AGAIN = "fetch or write that file again"
-_FOOTERS_KEPT = 256  # at a quarter of a MB each for files of a GiB
+_FOOTERS_KEPT = 256  # about 250 kB each for a file of 1 GiB
 
 
 class FileEntry(NamedTuple):
-    """One Parquet file. Sizes and checksums are those of the moment when it was written; -1 where nobody noted them."""
+    """One Parquet file with its size and checksums at the time of writing; -1 where they were not recorded."""
 
     name: str
     size: int
@@ -33,12 +38,12 @@ class FileEntry(NamedTuple):
 
     @property
     def checksums_name(self) -> str:
-        """The file beside it with a checksum for every column of every row group."""
+        """Name of the file that holds a checksum for every column of every row group."""
         return f"{self.name}.crc"
 
     @property
     def has_checksums(self) -> bool:
-        """Whether there are checksums to hold the file against."""
+        """Whether checksums were recorded for the file."""
         return self.footer_crc >= 0
 
 
@@ -52,7 +57,7 @@ class ColumnChunk(NamedTuple):
 
 
 def column_chunks(group: pq.RowGroupMetaData) -> list[ColumnChunk]:
-    """Where the columns of a row group lie. The first of a file also answers for the magic number before it."""
+    """Byte ranges of the columns of a row group. The first range of a file includes the magic number."""
     columns = (group.column(number) for number in range(group.num_columns))
     return [
         _chunk(n, c.path_in_schema.split(".")[0], c.dictionary_page_offset, c.data_page_offset, c.total_compressed_size)
@@ -61,10 +66,10 @@ def column_chunks(group: pq.RowGroupMetaData) -> list[ColumnChunk]:
 
 
 def _foreign_chunks(footer: bytes) -> list[list[ColumnChunk]]:
-    """The same of every row group, from a footer that nobody vouches for."""
+    """Byte ranges of the columns of every row group, from a footer without a recorded checksum."""
     groups = [
         [column[3] for column in group[1]] for group in ThriftReader(footer).struct()[4]
-    ]  # as parquet.thrift numbers
+    ]  # field numbers of parquet.thrift
     return [[_chunk(n, c[3][0].decode(), c.get(11), c[9], c[7]) for n, c in enumerate(columns)] for columns in groups]
 
 
@@ -74,23 +79,23 @@ def _chunk(number: int, column: str, dictionary: int | None, data: int, size: in
 
 
 class ParquetFooter(NamedTuple):
-    """What is read of a file before any of its rows."""
+    """The parsed footer of a file."""
 
     metadata: pq.FileMetaData
     schema: pa.Schema
     image: "_SparseFile"
     checksums: NDArray[np.uint32] | None
-    """Checksums by row group and column, where they were noted."""
+    """Checksums by row group and column, if recorded."""
     foreign: list[list[ColumnChunk]] | None
-    """Where columns lie, by row group, where nothing was noted."""
+    """Byte ranges by row group, if no checksums were recorded."""
 
     def chunks(self, index: int) -> list[ColumnChunk]:
-        """Where the columns of a row group lie."""
+        """Byte ranges of the columns of a row group."""
         return column_chunks(self.metadata.row_group(index)) if self.foreign is None else self.foreign[index]
 
 
 class ParquetReader:
-    """The files below one address. Safe to use from several threads."""
+    """Reads the files of one folder. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -104,12 +109,12 @@ class ParquetReader:
         self.footer = lru_cache(maxsize=_FOOTERS_KEPT)(self._read_footer)
 
     def list(self, pattern: str) -> list[FileEntry]:
-        """Files whose name fits a pattern, by name."""
+        """Files whose name matches a pattern, sorted by name."""
         paths: Any = sorted(self._fs.glob(f"{self._root}/{pattern}"))
         return [FileEntry(str(path).rsplit("/", 1)[-1], self._fs.size(path)) for path in paths]
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Read a file, or exactly the bytes [start, end) of it; counted."""
+        """Read a file, or exactly its bytes [start, end), and count them in `bytes_read`."""
         data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
         if start is not None and end is not None and len(data) != end - start:
             raise DataError(f"the file ends at byte {start + len(data):,}, before byte {end:,}")
@@ -118,31 +123,31 @@ class ParquetReader:
         return data
 
     def read_group(self, file: FileEntry, index: int, columns: Container[str]) -> pa.Table:
-        """Read some columns of a row group: first their bytes, all checked, then decoded from memory."""
+        """Read columns of a row group: fetch and verify their bytes, then decode from memory."""
         footer = self.footer(file)
-        wanted = [chunk for chunk in footer.chunks(index) if chunk.column in columns]
-        pieces = {start: self.read(file.name, start, end) for start, end in _joined(wanted)}
+        selected = [chunk for chunk in footer.chunks(index) if chunk.column in columns]
+        pieces = {start: self.read(file.name, start, end) for start, end in _merge_ranges(selected)}
         if footer.checksums is not None:
-            _check(pieces, wanted, footer.checksums[index])
-        return footer.image.decode(index, list(dict.fromkeys(chunk.column for chunk in wanted)), pieces)
+            _verify(pieces, selected, footer.checksums[index])
+        return footer.image.decode(index, list(dict.fromkeys(chunk.column for chunk in selected)), pieces)
 
     def has_page_checksums(self, file: FileEntry) -> bool:
-        """Look into the first page header: after the type and two sizes, field 4 is the checksum, if there is one."""
+        """Whether the first page header has field 4, the checksum, after the type and two sizes."""
         footer = self.footer(file)
         if not footer.metadata.num_row_groups:
             return True
         start = max(len(MAGIC), min(chunk.start for chunk in footer.chunks(0)))
         header = self.read(file.name, start, start + 32)
         position = 0
-        for _ in range(3):  # each field: one byte of id and type, then a varint
+        for _ in range(3):  # each field: one byte for id and type, then a varint
             position += 1
             while header[position] & 0x80:
                 position += 1
             position += 1
-        return header[position] == 0x15  # one further field id, type i32
+        return header[position] == 0x15  # field id + 1, type i32
 
     def _read_footer(self, file: FileEntry) -> ParquetFooter:
-        """Read exactly the footer: Arrow alone would fetch 64 KiB for it, which is most of a small file."""
+        """Read exactly the footer. Arrow would fetch 64 KiB, which is most of a small file."""
         try:
             size = self._fs.size(f"{self._root}/{file.name}")
             tail = self.read(file.name, max(0, size - 8), size)
@@ -160,33 +165,33 @@ class ParquetReader:
             file.footer_size,
             file.footer_crc,
         ):
-            raise _damaged(file, "the footer is not the one that was written")
+            raise _damaged(file, "the footer has changed since it was written")
         if file.has_checksums and zlib.crc32(sums) != file.sums_crc:
-            raise _damaged(file, f"its checksums in {file.checksums_name} are not those that were written")
+            raise _damaged(file, f"its checksums in {file.checksums_name} have changed since they were written")
         try:
             metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer + tail))
             schema, image = metadata.schema.to_arrow_schema(), _SparseFile(size, metadata)
             shape = (metadata.num_row_groups, metadata.num_columns)
             checksums = np.frombuffer(sums, dtype="<u4").reshape(shape) if file.has_checksums else None
             foreign = None if file.has_checksums else _foreign_chunks(footer)
-        except Exception as error:  # a damaged footer makes Arrow raise almost anything
+        except Exception as error:  # Arrow raises many types on a damaged footer
             raise _damaged(file, f"the footer is damaged: {reason(error)}") from error
         return ParquetFooter(metadata, schema, image, checksums, foreign)
 
 
 def chunk_checksums(data: memoryview, metadata: pq.FileMetaData) -> bytes:
-    """Checksums of every column of every row group of a whole file, as they are stored beside it."""
+    """Checksums of every column of every row group of a file, as stored in its checksum file."""
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
     sums = [zlib.crc32(data[chunk.start : chunk.end]) for group in groups for chunk in column_chunks(group)]
     return np.array(sums, dtype="<u4").tobytes()
 
 
 class _SparseFile:
-    """A file in memory, of which only the bytes being decoded exist, and Arrow's reader over it.
+    """An anonymous mapping as long as the file, of which only the bytes being decoded are resident.
 
-    Arrow reads at absolute offsets of a file, so bytes are laid out at theirs in a mapping as long as the file, and
-    given back afterwards. Handing Arrow a Python file instead would take the interpreter lock at every read, and wait
-    for it while a step is being launched; a new reader for every row group would cost as much as the decoding.
+    Arrow reads at absolute file offsets, so fetched bytes are placed at their offsets and released after decoding. A
+    Python file object would take the GIL at every read and delay kernel launches; a new reader per row group would cost
+    as much as the decoding.
     """
 
     def __init__(self, size: int, metadata: pq.FileMetaData) -> None:
@@ -196,7 +201,7 @@ class _SparseFile:
         self._reader = pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
     def decode(self, index: int, columns: list[str], pieces: Mapping[int, bytes]) -> pa.Table:
-        """Decode a row group from pieces of the file, given by where they begin."""
+        """Decode a row group from pieces of the file, keyed by their start offset."""
         with self._lock:
             try:
                 for start, piece in pieces.items():
@@ -208,19 +213,19 @@ class _SparseFile:
                     self._bytes.madvise(mmap.MADV_DONTNEED, first, start + len(piece) - first)
 
 
-def _check(pieces: Mapping[int, bytes], wanted: list[ColumnChunk], sums: NDArray[np.uint32]) -> None:
+def _verify(pieces: Mapping[int, bytes], selected: list[ColumnChunk], sums: NDArray[np.uint32]) -> None:
     starts = sorted(pieces)
-    for chunk in wanted:
+    for chunk in selected:
         start = starts[bisect_right(starts, chunk.start) - 1]
         part = memoryview(pieces[start])[chunk.start - start : chunk.end - start]
         if zlib.crc32(part) != sums[chunk.number]:
-            raise DataError(f"the bytes of column '{chunk.column}' are not those that were written")
+            raise DataError(f"the bytes of column '{chunk.column}' have changed since they were written")
 
 
-def _joined(wanted: list[ColumnChunk]) -> list[tuple[int, int]]:
-    """Byte ranges of chunks, neighbours joined into one request."""
+def _merge_ranges(selected: list[ColumnChunk]) -> list[tuple[int, int]]:
+    """Byte ranges of chunks, with adjacent ranges merged into one request."""
     ranges: list[tuple[int, int]] = []
-    for chunk in sorted(wanted, key=lambda chunk: chunk.start):
+    for chunk in sorted(selected, key=lambda chunk: chunk.start):
         if ranges and ranges[-1][1] == chunk.start:
             ranges[-1] = (ranges[-1][0], chunk.end)
         else:
@@ -237,13 +242,17 @@ _NUMBERS = (4, 5, 6)
 
 
 class ThriftReader:
-    """Thrift's compact protocol, read from the begin of some bytes. Raises IndexError or ValueError on others."""
+    """Parses a Parquet footer (Thrift compact protocol) into plain Python values.
+
+    Used only for files without recorded checksums: Arrow aborts the process on some damaged column fields. Raises
+    IndexError or ValueError on malformed input.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def struct(self) -> dict[int, Any]:
-        """Fields by their number."""
+        """Read a struct as a mapping from field number to value."""
         fields, number = dict[int, Any](), 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._number()
@@ -264,9 +273,9 @@ class ThriftReader:
             return self.struct()
         if kind == _DOUBLE:
             return self._bytes(8)
-        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, where a flag takes a byte
+        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, a boolean takes one byte
             return self._byte()
-        raise ValueError(f"a footer has no field of type {kind}")
+        raise ValueError(f"unknown Thrift type {kind}")
 
     def _byte(self) -> int:
         self._at += 1

@@ -1,4 +1,14 @@
-"""Synthetic."""
+"""Synthetic logs: seeded, of any size, with realistic lengths and popularity, or with a known best ranking score.
+
+Lengths: `kuairand` is lognormal(8.93, 0.93) clipped at 21,000 and fits the published quantiles of KuaiRand-1K; `ml1m`
+is 20 + lognormal(4.28, 1.23); `heavy` is Zipf 1.2 on [1, 4096]. Items: Zipf 0.7 as in public logs, 1.05 as in
+production logs. Rows are sorted by their last event.
+
+Planted ranking logs: every item has a hidden group and is good or bad, both from a hash of its id, so that all logs
+with one catalogue agree. A user's events come mostly from one group. The probability of a click or like depends on two
+facts only: whether the candidate is of the most common group of the history, and whether it is good. The probability of
+every label is stored in a column (`true_click` for `label_click`) that a loader does not read by default.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +34,7 @@ _TRIAL = 20_000
 
 
 def draw_lengths(preset: Preset, users: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw events per user."""
+    """Draw the number of events of each user."""
     if preset == "kuairand":
         return np.clip(rng.lognormal(8.93, 0.93, users), 1, 21_000).astype(np.int64)
     if preset == "ml1m":
@@ -34,8 +44,8 @@ def draw_lengths(preset: Preset, users: int, rng: np.random.Generator) -> NDArra
 
 
 def draw_items(count: int, catalogue: int, popularity: Popularity, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw item ids. The popular ones lie anywhere in the table, as they do when ids are dealt by arrival."""
-    # The inverse of a power law's integral over [1, n + 1): no table of n weights, and exact in the tail.
+    """Draw item ids. Popular ids are spread over the table, as when ids are assigned by arrival."""
+    # Inverse CDF of a power law over [1, n + 1): needs no table of n weights and is exact in the tail.
     slope = 1.0 - _EXPONENT[popularity]
     top = float(catalogue + 1) ** slope
     rank = (1.0 + rng.random(count) * (top - 1.0)) ** (1.0 / slope)
@@ -53,18 +63,18 @@ def write_log(
     seed: int = 0,
     shorter: int = 1,
 ) -> Manifest:
-    """Write a synthetic data set; memory holds about a million events at a time.
+    """Write a synthetic data set. Memory holds about a million events.
 
-    `shorter`: how many times shorter histories are than the preset's, for machines that cannot train on whole ones.
+    `shorter`: factor by which histories are shorter than those of the preset, for small machines.
     """
 
-    def drawn(count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def draw(count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         return np.maximum(1, draw_lengths(preset, count, rng) // shorter)
 
-    per_user = float(drawn(_TRIAL, np.random.default_rng(seed)).mean())
+    per_user = float(draw(_TRIAL, np.random.default_rng(seed)).mean())
     note = f"synthetic: {preset}, {popularity} popularity over {catalogue:,} items, seed {seed}"
     note += f", {shorter} times shorter" if shorter > 1 else ""
-    blocks = _blocks(drawn, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
+    blocks = _blocks(draw, users, catalogue, popularity, seed, max(1, int(_BLOCK_EVENTS / per_user)))
     rows = writer.rows_per_group(users, int(users * per_user))
     with writer.atomic_folder(target) as folder:
         return writer.write_dataset(
@@ -73,7 +83,7 @@ def write_log(
 
 
 def _blocks(
-    drawn: Callable[[int, np.random.Generator], NDArray[np.int64]],
+    draw: Callable[[int, np.random.Generator], NDArray[np.int64]],
     users: int,
     catalogue: int,
     popularity: Popularity,
@@ -83,7 +93,7 @@ def _blocks(
     for first in range(0, users, block):
         rng = np.random.default_rng([seed, first])
         user = np.arange(first, min(first + block, users), dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(drawn(len(user), rng))])
+        offsets = np.concatenate([[0], np.cumsum(draw(len(user), rng))])
         item = list_array(offsets, draw_items(int(offsets[-1]), catalogue, popularity, rng))
         yield pa.table(
             {"user_id": user, "item_id": item, "timestamp": list_array(offsets, draw_times(user, offsets, rng))}
@@ -91,14 +101,14 @@ def _blocks(
 
 
 def draw_times(user: NDArray[np.int64], offsets: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """Ascending times that end, for user u, at a moment that grows with u."""
+    """Draw ascending timestamps; the last one of a user grows with the user id."""
     elapsed = np.cumsum(rng.exponential(_SECONDS_BETWEEN_EVENTS, int(offsets[-1]))).astype(np.int64)
     last = elapsed[offsets[1:] - 1]
     return elapsed + np.repeat(_START + user * _SECONDS_BETWEEN_USERS - last, np.diff(offsets))
 
 
 def list_array(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
-    """A list column: row i holds values offsets[i] to offsets[i + 1]."""
+    """List column in which row i contains values offsets[i] to offsets[i + 1]."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
 
@@ -109,46 +119,46 @@ FEWEST_ITEMS = 2 * GROUPS
 EVENTS = (8, 24)
 CANDIDATES = (8, 16)
 CHANCES = {"label_click": ((0.08, 0.08), (0.60, 0.60)), "label_like": ((0.04, 0.30), (0.15, 0.75))}
-"""Of each label: [candidate is of the history's group][candidate is good]."""
-_LOYAL = 0.7  # share of a user's events that are drawn from the favourite group; the others are any item
+"""Probability of each label: [candidate is of the history's group][candidate is good]."""
+_LOYAL = 0.7  # fraction of a user's events from the favourite group; the others are any item
 _OFFERED = 0.5  # the same for candidates
 _PLANTED_BLOCK = 4096
 
 
 class PlantedItems(NamedTuple):
-    """The hidden side of a catalogue: item i is of group[i], and good or not."""
+    """Hidden properties of a catalogue: the group of each item, and whether it is good."""
 
     group: Ints
     good: NDArray[np.bool_]
 
     @staticmethod
     def from_catalogue(catalogue: int) -> "PlantedItems":
-        """Deal items over groups, and good ones over each group, by a hash of their ids."""
+        """Assign a group and a quality to every item by a hash of its id."""
         number = Permutation(catalogue, derive_key(catalogue)).inverse(np.arange(catalogue))
         return PlantedItems(number % GROUPS, number // GROUPS % 2 == 1)
 
     def draw(self, group: Ints, share: float, rng: np.random.Generator) -> Ints:
-        """One item for each of `group`: with chance `share` of that group, else any."""
+        """Draw one item per entry of `group`: from that group with probability `share`, else any item."""
         by_group = np.argsort(self.group, kind="stable")
         first = np.searchsorted(self.group[by_group], np.arange(GROUPS + 1))
         within = first[group] + (rng.random(len(group)) * np.diff(first)[group]).astype(np.int64)
         anywhere = rng.integers(0, len(self.group), len(group))
         return by_group[np.where(rng.random(len(group)) < share, within, anywhere)]
 
-    def commonest(self, offsets: Ints, item: Ints) -> Ints:
-        """The group that most events of each history are of; of equally common ones the first."""
+    def most_common_group(self, offsets: Ints, item: Ints) -> Ints:
+        """Most common group of each history; the first one on ties."""
         row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         counts = np.bincount(row * GROUPS + self.group[item], minlength=GROUPS * (len(offsets) - 1))
         return counts.reshape(-1, GROUPS).argmax(1)
 
-    def chances(self, label: str, candidate: Ints, group: Ints) -> Floats:
-        """How likely candidates are to get a label, when `group` is the commonest one of the history before each."""
+    def probabilities(self, label: str, candidate: Ints, group: Ints) -> Floats:
+        """Label probability of candidates, where `group` is the most common group of the history."""
         match = (self.group[candidate] == group).astype(np.int64)
         return np.array(CHANCES[label])[match, self.good[candidate].astype(np.int64)]
 
 
 def write_planted_log(target: str | Path, *, users: int, catalogue: int = 256, seed: int = 0) -> Manifest:
-    """Write a planted log. Another seed gives other users over the same items, as a test set needs them."""
+    """Write a planted ranking log. Another seed gives other users over the same items, for a test set."""
     note = f"synthetic: planted ranking over {catalogue:,} items in {GROUPS} hidden groups, seed {seed}"
     blocks, rows = (
         _planted_blocks(users, PlantedItems.from_catalogue(catalogue), seed),
@@ -161,7 +171,7 @@ def write_planted_log(target: str | Path, *, users: int, catalogue: int = 256, s
 
 
 def planted_truth(folder: str | Path, label: str) -> tuple[Floats, Floats]:
-    """The chance of every label of a planted log, and what was drawn (0 or 1)."""
+    """Probability of every label of a planted log, and the drawn labels (0 or 1)."""
     columns = [_true(label), label]
     tables = [pq.read_table(file, columns=columns) for file in sorted(Path(folder).glob("*.parquet"))]
     chance, drawn = (pa.concat_tables(tables)[name].combine_chunks().flatten().to_numpy() for name in columns)
@@ -169,14 +179,14 @@ def planted_truth(folder: str | Path, label: str) -> tuple[Floats, Floats]:
 
 
 def planted_optimum(folder: str | Path, label: str) -> float:
-    """Normalised entropy of a label of a planted log that nobody can beat, but by luck: that of its true chances."""
+    """Best expected normalised entropy of a label of a planted log: that of its true probabilities."""
     chance, _ = planted_truth(folder, label)
     return normalised_entropy(chance, chance)
 
 
-def normalised_entropy(said: Floats, drawn: Floats) -> float:
-    """Mean log loss of what was said, over that of saying the mean always. `drawn` may be chances too: on average."""
-    return float(_log_loss(said, drawn) / _log_loss(drawn.mean(), drawn))
+def normalised_entropy(predicted: Floats, labels: Floats) -> float:
+    """Log loss of predictions over that of always predicting the mean. `labels` may be probabilities."""
+    return float(_log_loss(predicted, labels) / _log_loss(labels.mean(), labels))
 
 
 def _planted_blocks(users: int, items: PlantedItems, seed: int) -> Iterator[pa.Table]:
@@ -189,7 +199,7 @@ def _planted_block(user: Ints, seed: int, items: PlantedItems, rng: np.random.Ge
     events, offered = _offsets(EVENTS, len(user), rng), _offsets(CANDIDATES, len(user), rng)
     favourite = rng.integers(0, GROUPS, len(user))
     item = items.draw(np.repeat(favourite, np.diff(events)), _LOYAL, rng)
-    group = np.repeat(items.commonest(events, item), np.diff(offered))
+    group = np.repeat(items.most_common_group(events, item), np.diff(offered))
     candidate = items.draw(group, _OFFERED, rng)
     columns = {
         "user_id": pa.array(user + (seed % 2**31 << 32)),
@@ -198,7 +208,7 @@ def _planted_block(user: Ints, seed: int, items: PlantedItems, rng: np.random.Ge
         "candidate_id": list_array(offered, candidate),
     }
     for label in CHANCES:
-        chance = items.chances(label, candidate, group)
+        chance = items.probabilities(label, candidate, group)
         columns[label] = list_array(offered, (rng.random(len(chance)) < chance).astype(np.int8))
         columns[_true(label)] = list_array(offered, chance)
     return pa.table(columns)
@@ -212,5 +222,5 @@ def _offsets(between: tuple[int, int], rows: int, rng: np.random.Generator) -> I
     return np.concatenate([[0], np.cumsum(rng.integers(between[0], between[1] + 1, rows))])
 
 
-def _log_loss(said: Floats | np.float64, drawn: Floats) -> np.floating:
-    return -np.mean(drawn * np.log(said) + (1 - drawn) * np.log(1 - said))
+def _log_loss(predicted: Floats | np.float64, labels: Floats) -> np.floating:
+    return -np.mean(labels * np.log(predicted) + (1 - labels) * np.log(1 - predicted))

@@ -1,4 +1,8 @@
-"""Text log."""
+"""Text logs: find the files of a log, detect their format, and convert CSV or JSON Lines to Parquet with line numbers.
+
+Every line that Arrow's CSV reader cannot split is reported. Fields stay text; later conversions reject what does not
+convert. Blank lines are skipped.
+"""
 
 import codecs
 import csv
@@ -27,52 +31,52 @@ from freescale.log import info_once
 from freescale.progress import progress
 
 LogFormat = Literal["parquet", "jsonl", "csv"]
-_HEAD = 1 << 16  # bytes, which hold the longest header
+_HEAD = 1 << 16  # bytes; longer than any header
 _SEPARATORS = (",", ";", "\t", "|")
 
 
 class CsvStyle(NamedTuple):
-    """How a text log is written."""
+    """Format of a delimited text log."""
 
     separator: str = ""
-    """Empty: one of , ; tab and | is guessed from the header."""
+    """Empty: detect one of , ; tab and | from the header."""
     quote: str = '"'
-    """Empty: quotes mean nothing."""
+    """Empty: no quoting."""
     encoding: str = "utf-8"
 
     @staticmethod
     def parse(separator: str, quote: str, encoding: str) -> "CsvStyle":
-        r"""A style from the words of the command line: "auto", "none", and \t for a tab."""
+        r"""Style from command-line values: "auto", "none", and \t for a tab."""
         style = CsvStyle("" if separator == "auto" else separator.replace("\\t", "\t"), quote, encoding)
         style = style._replace(quote="" if quote == "none" else quote)
-        for option, given in (("--separator", style.separator), ("--quote", style.quote)):
-            if given and (len(given.encode()) != 1 or given in "\r\n"):
+        for option, character in (("--separator", style.separator), ("--quote", style.quote)):
+            if character and (len(character.encode()) != 1 or character in "\r\n"):
                 remedy = "give one ASCII character, or \\t for a tab"
-                raise UsageError(f"{option} '{given}' is not a single character", remedy=remedy)
+                raise UsageError(f"{option} '{character}' is not a single character", remedy=remedy)
         if style.separator and style.separator == style.quote:
             raise UsageError("--separator and --quote are the same", remedy="give another --quote, or none")
         return style
 
 
 def find_log_files(sources: Sequence[Path]) -> list[Path]:
-    """The files of a log: those given, those that fit a glob, and those below a folder but hidden ones, by name."""
-    found: list[Path] = []
+    """Files of a log: paths, matches of globs, and all non-hidden files below folders, sorted by name."""
+    files: list[Path] = []
     for source in sources:
         if source.is_file():
-            found.append(source)
+            files.append(source)
         elif source.is_dir():
             inside = sorted(path for path in source.rglob("*") if path.is_file() and not _hidden(path, source))
-            found += _require_files(inside, "the folder holds no files", source)
+            files += _require_files(inside, "the folder contains no files", source)
         elif glob.has_magic(str(source)):
             matches = map(Path, sorted(glob.glob(str(source), recursive=True)))
-            found += _require_files([path for path in matches if path.is_file()], "no file fits the pattern", source)
+            files += _require_files([path for path in matches if path.is_file()], "no file matches the pattern", source)
         else:
             raise DataError("no such file", where=str(source), remedy="give the path of the downloaded file")
-    return found
+    return files
 
 
 def _hidden(path: Path, folder: Path) -> bool:
-    """Whether writers such as Spark leave it beside the data: _SUCCESS, .part-0.crc."""
+    """Whether a path is a marker file of a writer such as Spark: _SUCCESS, .part-0.crc."""
     return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
 
 
@@ -83,7 +87,7 @@ def _require_files(paths: list[Path], what: str, where: Path) -> list[Path]:
 
 
 def detect_format(source: Path, encoding: str) -> LogFormat:
-    """What a file holds, by its content."""
+    """Format of a file, from its content."""
     with source.open("rb") as file:
         magic = file.read(4)
     if source.suffix == ".parquet" or magic == b"PAR1":
@@ -99,23 +103,23 @@ def detect_format(source: Path, encoding: str) -> LogFormat:
 
 
 def detect_common_format(sources: Sequence[Path], encoding: str) -> LogFormat:
-    """What all files of a log hold; files of several kinds are refused."""
-    kinds = {source: detect_format(source, encoding) for source in sources}
+    """Format of all files of a log. Mixed formats are an error."""
+    formats = {source: detect_format(source, encoding) for source in sources}
     first = sources[0]
-    for source, kind in kinds.items():
-        if kind != kinds[first]:
-            what = f"the log mixes formats: {first.name} is {kinds[first]}, {source.name} is {kind}"
+    for source, kind in formats.items():
+        if kind != formats[first]:
+            what = f"the log mixes formats: {first.name} is {formats[first]}, {source.name} is {kind}"
             raise DataError(what, where=str(source), remedy="give files of one format")
-    return kinds[first]
+    return formats[first]
 
 
 def open_text(source: Path) -> pa.NativeFile:
-    """A stream of a text file, decompressed if its name says so."""
+    """Open a text file; decompress it by its file extension."""
     return pa.input_stream(str(source), compression="detect")
 
 
 def stream_size(stream: pa.NativeFile) -> int | None:
-    """Bytes of a text; None of a compressed one, which has no size until it is read."""
+    """Size in bytes; None for a compressed stream, whose size is unknown until it is read."""
     return stream.size() if stream.seekable() else None
 
 
@@ -127,26 +131,26 @@ def read_head(source: Path, encoding: str) -> str:
 
 
 class CsvHeader(NamedTuple):
-    """The names of a text file's columns, and how they are written."""
+    """Column names of a text file and its style."""
 
     names: list[str]
     lines: int
-    """Lines that the header takes; a quoted name may hold a line break."""
+    """Number of header lines; a quoted name may contain a line break."""
     style: CsvStyle
 
 
-def read_header(source: Path, style: CsvStyle, wanted: Sequence[str]) -> CsvHeader:
-    """Read the header. Without a separator, take the one that yields the wanted columns, else the most columns."""
+def read_header(source: Path, style: CsvStyle, columns: Sequence[str]) -> CsvHeader:
+    """Read the header. Without a separator, choose the one that finds most of `columns`, then most fields."""
     text = read_head(source, style.encoding)
     if not text:
-        raise DataError("the file is empty", where=str(source), remedy="leave it out, or fetch it again")
+        raise DataError("the file is empty", where=str(source), remedy="remove it from the log, or fetch it again")
     if style.separator:
         return _split(text, style)
-    found = [_split(text, style._replace(separator=separator)) for separator in _SEPARATORS]
-    best = max(found, key=lambda one: (len(set(wanted) & set(one.names)), len(one.names)))  # the first of equals
+    headers = [_split(text, style._replace(separator=separator)) for separator in _SEPARATORS]
+    best = max(headers, key=lambda header: (len(set(columns) & set(header.names)), len(header.names)))
     if best.style.separator != ",":
         shown = {"\t": "tabs", ";": "';'", "|": "'|'"}[best.style.separator]
-        info_once(f"fields are separated by {shown}, judging by the header of {source.name}; --separator overrides")
+        info_once(f"fields are separated by {shown} according to the header of {source.name}; --separator overrides")
     return best
 
 
@@ -160,63 +164,63 @@ def _split(text: str, style: CsvStyle) -> CsvHeader:
 
 Ints = NDArray[np.int64]
 LINE = CsvStyle("\x01", "")
-"""A style that splits nothing: a separator that no log holds."""
+"""A style that does not split lines: its separator occurs in no log."""
 _JSON_SAMPLE = 1000
 _BREAK = pc.MatchSubstringOptions("\n")
 
 
 class TextLog:
-    """One text file on its way to Parquet."""
+    """Converts one text file to Parquet."""
 
     def __init__(self, source: Path, target: Path, quarantine: Quarantine, *, name: str) -> None:
         self._source, self._target, self._quarantine, self._name = source, target, quarantine, name
 
-    def read_csv(self, style: CsvStyle, wanted: Sequence[str], *, names: Sequence[str] = ()) -> pl.LazyFrame:
-        """Read the wanted columns. `names`: those of all columns, for a file without a header."""
+    def read_csv(self, style: CsvStyle, columns: Sequence[str], *, names: Sequence[str] = ()) -> pl.LazyFrame:
+        """Read columns. `names`: names of all columns, for a file without a header."""
         try:
-            head = CsvHeader(list(names), 0, style) if names else read_header(self._source, style, wanted)
-            _require_columns(wanted, head.names, self._source)
+            head = CsvHeader(list(names), 0, style) if names else read_header(self._source, style, columns)
+            _require_columns(columns, head.names, self._source)
             with output_errors(self._target), _without_traceback():
-                self._convert(head, wanted)
+                self._convert(head, columns)
         except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
             what, remedy = f"the log cannot be read: {reason(error)}", "check the file, --separator and --encoding"
             raise DataError(what, where=str(self._source), remedy=remedy) from error
         return pl.scan_parquet(self._target)
 
     def read_lines(self, encoding: str = "utf-8") -> pl.LazyFrame:
-        """Read whole lines, as column `line`."""
+        """Read whole lines into column `line`."""
         return self.read_csv(LINE._replace(encoding=encoding), ["line"], names=["line"])
 
-    def read_json(self, encoding: str, wanted: Sequence[str]) -> pl.LazyFrame:
-        """Read fields of an object per line. A line that is no object has none of them."""
+    def read_json(self, encoding: str, columns: Sequence[str]) -> pl.LazyFrame:
+        """Read fields of one JSON object per line. On a line that is not an object they are null."""
         lines = self.read_lines(encoding)
-        _require_columns(wanted, _json_names(lines.select("line").head(_JSON_SAMPLE).collect()["line"]), self._source)
+        _require_columns(columns, _json_names(lines.select("line").head(_JSON_SAMPLE).collect()["line"]), self._source)
         line = pl.col("line")
         return lines.select(
-            LOG_NUMBER, *(line.str.json_path_match(f"$[{json.dumps(name)}]").alias(name) for name in wanted)
+            LOG_NUMBER, *(line.str.json_path_match(f"$[{json.dumps(name)}]").alias(name) for name in columns)
         )
 
-    def _convert(self, head: CsvHeader, wanted: Sequence[str]) -> None:
+    def _convert(self, head: CsvHeader, selected: Sequence[str]) -> None:
         style, numbering = head.style, _LineNumbering(head.lines + 1)
         parse = arrow_csv.ParseOptions(
             delimiter=style.separator,
             quote_char=style.quote or False,
             newlines_in_values=bool(style.quote),
-            ignore_empty_lines=False,  # they count
-            invalid_row_handler=numbering.set_aside,
+            ignore_empty_lines=False,  # they count as lines
+            invalid_row_handler=numbering.on_invalid_row,
         )
-        # Names of our own, since a log may use one twice. One thread: only then does Arrow know a record's number.
+        # Columns are renamed, because a log may repeat a name. One thread: otherwise Arrow reports no record numbers.
         columns = [str(number) for number in range(len(head.names))]
         read = arrow_csv.ReadOptions(
             use_threads=False, encoding=style.encoding, column_names=columns, skip_rows=head.lines
         )
         convert = arrow_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=True)
-        places = [head.names.index(name) for name in wanted]
-        schema = pa.schema([(LOG_NUMBER, pa.int64()), *((name, pa.string()) for name in wanted)])
+        indices = [head.names.index(name) for name in selected]
+        schema = pa.schema([(LOG_NUMBER, pa.int64()), *((name, pa.string()) for name in selected)])
         with (
             open_text(self._source) as stream,
             arrow_csv.open_csv(stream, read, parse, convert) as text,
-            pq.ParquetWriter(self._target, schema, **_packed(wanted)) as out,
+            pq.ParquetWriter(self._target, schema, **_parquet_options(selected)) as out,
             progress(f"reading {self._source.name}", total=stream_size(stream), unit="B") as bar,
         ):
             for batch in text:
@@ -224,14 +228,14 @@ class TextLog:
                 breaks = _line_breaks(batch.columns) if style.quote else np.zeros(batch.num_rows, np.int64)
                 lines = numbering.lines(breaks)
                 self._report(numbering.ragged)
-                records = pa.record_batch([pa.array(lines), *(batch.column(place) for place in places)], schema)
+                records = pa.record_batch([pa.array(lines), *(batch.column(index) for index in indices)], schema)
                 if all(column.null_count for column in batch.columns):
                     records = records.filter(pa.array(~_empty(batch.columns)))
-                out.write_batch(self._closed(records) if breaks.any() else records)
+                out.write_batch(self._without_open_quotes(records) if breaks.any() else records)
             self._report(numbering.rest())
 
-    def _closed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Without records in which a quote is not closed, so that a field which is read spans lines."""
+    def _without_open_quotes(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Reject records in which a selected field spans lines, because a quote is not closed."""
         spans = _line_breaks(batch.columns[1:]) > 0
         for line in batch.column(0).filter(pa.array(spans)).to_pylist():
             what, remedy = "a field spans several lines", "close its quote, or give the right --quote"
@@ -241,14 +245,14 @@ class TextLog:
     def _report(self, ragged: list[tuple[int, arrow_csv.InvalidRow]]) -> None:
         for line, row in ragged:
             what = f"the line has {row.actual_columns} fields instead of {row.expected_columns}"
-            remedy = "mend that line, or give the right --separator and --quote"
+            remedy = "fix that line, or give the right --separator and --quote"
             self._quarantine.reject(Location(self._name, line=line), "malformed line", what, remedy=remedy)
         ragged.clear()
 
 
 @contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Print nothing where Arrow cannot hand over a line that is not text: it fails by itself, and that is reported."""
+    """Suppress the traceback that Arrow prints for an undecodable line. The error itself is reported."""
     before = sys.unraisablehook
 
     def hook(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -263,58 +267,58 @@ def _without_traceback() -> Iterator[None]:
 
 
 class _LineNumbering:
-    """Numbers of lines from Arrow's numbers of records.
+    """Converts Arrow's record numbers to line numbers.
 
-    Records that cannot be split are in no batch, and a record with line breaks inside quotes takes several lines.
+    Malformed records are in no batch, and a record with line breaks inside quotes takes several lines.
     """
 
     def __init__(self, first: int) -> None:
-        self._next = first  # record
-        self._more = 0  # lines than records so far
+        self._next = first  # record number
+        self._extra = 0  # lines minus records so far
         self._pending: list[arrow_csv.InvalidRow] = []
         self.ragged: list[tuple[int, arrow_csv.InvalidRow]] = []
-        """Records that cannot be split, with the lines they begin at."""
+        """Malformed records, with the line at which each begins."""
 
-    def set_aside(self, row: arrow_csv.InvalidRow) -> str:
-        """Called by Arrow, ahead of the batch that the record would be in."""
+    def on_invalid_row(self, row: arrow_csv.InvalidRow) -> str:
+        """Arrow's callback for a malformed record, before the batch that would contain it."""
         self._pending.append(row)
         return "skip"
 
     def lines(self, breaks: Ints) -> Ints:
-        """The line at which each record of the next batch begins, from the line breaks inside each."""
+        """First line of each record of the next batch, from the number of line breaks inside each."""
         if not len(breaks):
             return breaks
         numbers = np.arange(self._next, self._next + len(breaks) + len(self._pending))
         kept = numbers[np.isin(numbers, [row.number for row in self._pending], invert=True)][: len(breaks)]
-        return self._up_to(int(kept[-1]) + 1, kept, breaks)
+        return self._advance(int(kept[-1]) + 1, kept, breaks)
 
     def rest(self) -> list[tuple[int, arrow_csv.InvalidRow]]:
-        """Number what follows the last batch."""
+        """Number the malformed records after the last batch."""
         if self._pending:
-            none = np.zeros(0, np.int64)
-            self._up_to(self._pending[-1].number + 1, none, none)
+            empty = np.zeros(0, np.int64)
+            self._advance(self._pending[-1].number + 1, empty, empty)
         return self.ragged
 
-    def _up_to(self, end: int, kept: Ints, breaks: Ints) -> Ints:
+    def _advance(self, end: int, kept: Ints, breaks: Ints) -> Ints:
         ragged = [row for row in self._pending if row.number < end]
         self._pending = self._pending[len(ragged) :]
         inside = np.zeros(end - self._next, np.int64)
         inside[kept - self._next] = breaks
         inside[[row.number - self._next for row in ragged]] = [row.text.count("\n") for row in ragged]
-        line = np.arange(self._next, end) + self._more + np.cumsum(inside) - inside
+        line = np.arange(self._next, end) + self._extra + np.cumsum(inside) - inside
         self.ragged += [(int(line[row.number - self._next]), row) for row in ragged]
-        found = line[kept - self._next]
-        self._more, self._next = self._more + int(inside.sum()), end
-        return found
+        lines = line[kept - self._next]
+        self._extra, self._next = self._extra + int(inside.sum()), end
+        return lines
 
 
 def _empty(columns: Sequence[pa.Array]) -> NDArray[np.bool_]:
-    """Which records have no field at all, as those of blank lines."""
+    """Mask of records without any field, from blank lines."""
     return np.logical_and.reduce([column.is_null().to_numpy(zero_copy_only=False) for column in columns])
 
 
 def _line_breaks(columns: Sequence[pa.Array]) -> Ints:
-    """How many line breaks each record has inside its fields."""
+    """Number of line breaks inside the fields of each record."""
     total = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         if pc.call_function("any", [pc.call_function("match_substring", [column], _BREAK)]).as_py():
@@ -323,27 +327,27 @@ def _line_breaks(columns: Sequence[pa.Array]) -> Ints:
     return total
 
 
-def _packed(columns: Sequence[str]) -> dict[str, Any]:
-    """Options of Parquet: numbers of lines ascend, and text repeats."""
+def _parquet_options(columns: Sequence[str]) -> dict[str, Any]:
+    """Parquet options for ascending line numbers and repetitive text."""
     encoding = {LOG_NUMBER: "DELTA_BINARY_PACKED"}
     return {"compression": "lz4", "use_dictionary": list(columns), "column_encoding": encoding}
 
 
 def _json_names(lines: pl.Series) -> list[str]:
-    """The keys that occur in some lines."""
-    found: dict[str, None] = {}
+    """Keys that occur in the lines."""
+    names: dict[str, None] = {}
     for line in lines.drop_nulls():
         try:
             fields = json.loads(line)
-        except ValueError:  # a bad line, which is reported where its fields are missed
+        except ValueError:  # reported later, when its fields are missing
             continue
         if isinstance(fields, dict):
-            found |= dict.fromkeys(fields)
-    return list(found)
+            names |= dict.fromkeys(fields)
+    return list(names)
 
 
-def _require_columns(wanted: Sequence[str], present: Sequence[str], source: Path) -> None:
-    for name in wanted:
+def _require_columns(columns: Sequence[str], present: Sequence[str], source: Path) -> None:
+    for name in columns:
         if name not in present:
             raise DataError(f"the log has no column '{name}'", where=str(source), remedy=suggest(name, present))
         if present.count(name) > 1:

@@ -1,4 +1,9 @@
-"""Validation."""
+"""Row validation: what a history row is, which rows are unusable, and what happens to them.
+
+A row holds `user_id`, `item_id: list<int64>`, `timestamp: list<int64>`, other features that are either lists of the
+same length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` and `candidate_*` lists of equal
+length. An unusable row is an error or, with on_bad = skip, a counted line in a quarantine file.
+"""
 
 import json
 import threading
@@ -15,10 +20,10 @@ from freescale.errors import DataError, FreeScaleError, reason, suggest
 
 
 class Location(NamedTuple):
-    """Where in a data set or a log something is.
+    """A position in a data set or log, for error messages.
 
-    Text is numbered by lines as editors do: from 1, with the header, blank lines and line breaks inside of quotes.
-    Parquet is numbered by rows as its readers do: from 0, in the row group where one is given, else in the file.
+    Lines of text count from 1 as in an editor, including the header, blank lines and line breaks inside quotes. Rows of
+    Parquet count from 0, inside the row group if there is one, else inside the file.
     """
 
     file: str
@@ -32,11 +37,11 @@ class Location(NamedTuple):
 
 
 class Quarantine:
-    """The policy for bad input and the record of what was set aside."""
+    """Applies the policy for unusable input and counts rejected rows. Thread-safe."""
 
     def __init__(self, on_bad: Literal["stop", "skip"] = "stop", path: str | Path | None = None) -> None:
         self.counts: Counter[str] = Counter()
-        """Rows set aside, by kind of fault."""
+        """Rejected rows by kind of fault."""
         self._skip = on_bad == "skip"
         self._path = Path(path) if path else None
         self._seen: set[Location] = set()
@@ -44,23 +49,23 @@ class Quarantine:
 
     @property
     def rows(self) -> int:
-        """How many rows were set aside."""
+        """Number of rejected rows."""
         return sum(self.counts.values())
 
     def reject(
-        self, place: Location, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None
+        self, location: Location, kind: str, what: str, *, remedy: str, rows: int = 1, cause: Exception | None = None
     ) -> None:
-        """Report bad input: raise, or count it and return. The same place counts once, also over many epochs."""
+        """Raise a DataError, or with on_bad = skip count the rows. A location counts once over all epochs."""
         if not self._skip:
-            remedy = f"{remedy}, or go on without it: on_bad = skip (--on-bad skip)"
-            raise DataError(what, where=str(place), remedy=remedy) from cause
+            remedy = f"{remedy}, or skip it: on_bad = skip (--on-bad skip)"
+            raise DataError(what, where=str(location), remedy=remedy) from cause
         with self._lock:
-            if place in self._seen:
+            if location in self._seen:
                 return
-            self._seen.add(place)
+            self._seen.add(location)
             self.counts[kind] += rows
             if self._path:
-                line = place._asdict() | {"rows": rows, "what": what}
+                line = location._asdict() | {"rows": rows, "what": what}
                 self._record(self._path, json.dumps(line))
 
     def _record(self, path: Path, line: str) -> None:
@@ -76,11 +81,11 @@ class Quarantine:
             raise FreeScaleError(what, where=str(path), remedy=remedy) from error
 
     def summary(self) -> str:
-        """Say in one line what was set aside, or nothing."""
+        """One line that summarizes the rejected rows; empty if there are none."""
         if not self.counts:
             return ""
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
-        return f"{self.rows:,} rows set aside ({kinds})" + (f"; see {self._path}" if self._path else "")
+        return f"{self.rows:,} rows skipped ({kinds})" + (f"; see {self._path}" if self._path else "")
 
 
 REQUIRED = ("user_id", "item_id", "timestamp")
@@ -88,86 +93,86 @@ CANDIDATE = "candidate_id"
 
 
 def is_candidate(name: str) -> bool:
-    """Whether a list column follows the candidates rather than the history."""
+    """Whether a list column belongs to the candidates rather than to the history."""
     return name.startswith(("candidate_", "label_"))
 
 
 class ColumnType(NamedTuple):
-    """What a column holds."""
+    """Type of a column."""
 
     is_list: bool
     dtype: np.dtype
 
 
 class Column(NamedTuple):
-    """Values of one column: one per row, or `offsets` say which belong to which row."""
+    """Values of one column: one per row, or for a list column delimited by `offsets`."""
 
     values: NDArray[Any]
     offsets: NDArray[np.int64] | None = None
 
     @property
     def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the values of each row begin and end, for a list column."""
+        """Start and end of the values of each row of a list column."""
         assert self.offsets is not None
         return self.offsets[:-1], self.offsets[1:]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Values per row, for a list column."""
+        """Values per row of a list column."""
         begin, end = self.bounds
         return end - begin
 
 
 class RowGroup(NamedTuple):
-    """One decoded row group. Rows keep their stored numbers; `usable` says which passed every check."""
+    """One decoded row group. Rows keep their stored index; `usable` marks those that passed every check."""
 
     columns: dict[str, Column]
     usable: NDArray[np.bool_]
 
     @staticmethod
     def unreadable(rows: int, kinds: Mapping[str, ColumnType]) -> "RowGroup":
-        """Stand in for a group that could not be read: the right number of rows, none of them usable."""
+        """Placeholder for an unreadable row group: the right number of rows, none of them usable."""
         offsets = {name: np.zeros(rows + 1, np.int64) if kind.is_list else None for name, kind in kinds.items()}
         values = {name: np.zeros(0 if kind.is_list else rows, kind.dtype) for name, kind in kinds.items()}
         return RowGroup({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
 
 
 ReportRow = Callable[[int, str, str], None]
-"""Told of each unusable row: its number, the kind of fault, and what is wrong."""
+"""Callback for each unusable row: its index, the kind of fault, and a description."""
 
 
-def select_columns(schema: pa.Schema, features: Sequence[str], place: Location) -> dict[str, ColumnType]:
-    """Name the columns to read and what they hold, or say what is missing or mistyped."""
+def select_columns(schema: pa.Schema, features: Sequence[str], location: Location) -> dict[str, ColumnType]:
+    """Types of the columns to read. Raises a DataError if one is missing or has a wrong type."""
     present = set(schema.names)
     labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
-    wanted = list(dict.fromkeys([*REQUIRED, *features, *labels]))
-    for name in wanted:
+    selected = list(dict.fromkeys([*REQUIRED, *features, *labels]))
+    for name in selected:
         if name not in present:
-            raise DataError(f"column '{name}' is missing", where=str(place), remedy=suggest(name, present))
-    return {name: _kind(schema.field(name), place) for name in wanted}
+            raise DataError(f"column '{name}' is missing", where=str(location), remedy=suggest(name, present))
+    return {name: _column_type(schema.field(name), location) for name in selected}
 
 
-def _kind(field: pa.Field, place: Location) -> ColumnType:
-    listed = _is_list(field.type)
-    kind = field.type.value_type if listed else field.type
+def _column_type(field: pa.Field, location: Location) -> ColumnType:
+    is_list = _is_list(field.type)
+    kind = field.type.value_type if is_list else field.type
     whole = pa.types.is_integer(kind)
     number = whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if field.name == "user_id":
-        wanted, right = "a 64-bit integer", whole and not listed
+        expected, valid = "a 64-bit integer", whole and not is_list
     elif field.name in ("item_id", "timestamp", CANDIDATE):
-        wanted, right = "list<int64>", whole and listed
+        expected, valid = "list<int64>", whole and is_list
     elif is_candidate(field.name):
-        wanted, right = "a list of numbers", number and listed
+        expected, valid = "a list of numbers", number and is_list
     else:
-        wanted, right = "numbers or lists of them", number
-    if not right:
-        what = f"column '{field.name}' has type {field.type}, not {wanted}"
-        raise DataError(what, where=str(place), remedy="convert the log with `freescale data import events`")
-    return ColumnType(listed, _number_type(np.dtype(kind.to_pandas_dtype())))
+        expected, valid = "numbers or lists of them", number
+    if not valid:
+        what = f"column '{field.name}' has type {field.type}, not {expected}"
+        raise DataError(what, where=str(location), remedy="convert the log with `freescale data import events`")
+    return ColumnType(is_list, _number_type(np.dtype(kind.to_pandas_dtype())))
 
 
 def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup:
-    """Turn rows into numpy columns, without a copy where there are no nulls, and say which rows are usable."""
+    """Convert rows to numpy columns, without a copy if there are no nulls, and mark the usable rows."""
     columns: dict[str, Column] = {}
     usable = np.ones(table.num_rows, dtype=bool)
     faults: list[Fault] = []
@@ -179,17 +184,17 @@ def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup
         for row in np.flatnonzero(bad & usable).tolist():
             usable[row] = False
             report(row, kind, what)
-    if not usable.all():  # emptied, so that all columns of a row agree again on where it begins
-        columns = {name: _emptied(column, usable) for name, column in columns.items()}
+    if not usable.all():  # empty the lists of unusable rows, so that the offsets of all columns agree
+        columns = {name: _without_unusable(column, usable) for name, column in columns.items()}
     return RowGroup(columns, usable)
 
 
 Fault = tuple[str, str, NDArray[np.bool_]]
-"""A kind of fault, what it means in words, and the rows that have it."""
+"""A kind of fault, its description, and a mask of the rows that have it."""
 
 
 def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
-    """Find what is wrong. The common case, nothing, is decided by a few passes that allocate little."""
+    """Find faulty rows. If there are none, this takes a few passes with few allocations."""
     history = columns["item_id"].lengths
     if history.min(initial=1) < 1:
         yield "empty", "the history is empty", history == 0
@@ -201,9 +206,9 @@ def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
             yield "negative id", f"{name} holds a negative id", _any(columns[name], columns[name].values < 0)
     for name, column in columns.items():
         if column.offsets is not None:
-            leader = CANDIDATE if is_candidate(name) else "item_id"
-            if (unequal := column.lengths != columns[leader].lengths).any():
-                yield "unequal lists", f"{name} and {leader} have unequal lengths", unequal
+            reference = CANDIDATE if is_candidate(name) else "item_id"
+            if (unequal := column.lengths != columns[reference].lengths).any():
+                yield "unequal lists", f"{name} and {reference} have unequal lengths", unequal
     yield from _out_of_order(columns["timestamp"])
 
 
@@ -211,14 +216,14 @@ def _out_of_order(time: Column) -> Iterator[Fault]:
     back = time.values[1:] < time.values[:-1]
     begin, _ = time.bounds
     inner = begin[(begin > 0) & (begin < len(time.values))]
-    back[inner - 1] = False  # the first event of a row follows nothing
+    back[inner - 1] = False  # the first event of a row has no predecessor
     if back.any():
-        what = "timestamp goes back in time inside the history"
+        what = "timestamps decrease inside the history"
         yield "not in time order", what, _any(time, np.append(False, back))
 
 
-def _emptied(column: Column, usable: NDArray[np.bool_]) -> Column:
-    """Take the values of unusable rows out of a column, if it is one of lists."""
+def _without_unusable(column: Column, usable: NDArray[np.bool_]) -> Column:
+    """Remove the values of unusable rows from a list column."""
     if column.offsets is None:
         return column
     lengths = np.where(usable, column.lengths, 0)
@@ -226,7 +231,7 @@ def _emptied(column: Column, usable: NDArray[np.bool_]) -> Column:
 
 
 def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which rows hold at least one flagged value."""
+    """Rows with at least one flagged value."""
     begin, _ = column.bounds
     rows = np.zeros(len(begin), dtype=bool)
     rows[np.searchsorted(begin, np.flatnonzero(flags), side="right") - 1] = True
@@ -234,7 +239,7 @@ def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _to_numpy(chunked: pa.ChunkedArray) -> tuple[Column, NDArray[np.bool_] | None]:
-    """Give the column, and which rows are or hold null, if any do."""
+    """Convert a column; also return a mask of the rows that are or contain null, or None."""
     array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     if not _is_list(array.type):
@@ -256,7 +261,7 @@ def _numbers(array: pa.Array) -> NDArray[Any]:
 
 
 def _number_type(stored: np.dtype) -> np.dtype:
-    """Integers are widened to 64 bits, as table lookups want them; the rest stays as it is stored."""
+    """Integers become 64-bit, as table lookups require; other types stay as stored."""
     return np.dtype(np.int64) if stored.kind in "iu" else stored
 
 

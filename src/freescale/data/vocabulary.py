@@ -1,4 +1,8 @@
-"""Vocabulary."""
+"""Item vocabulary: which items have their own table row, where other items go, and whether data fits a trained model.
+
+On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of item i and how often it occurs. In a
+batch, ids outside the vocabulary are hashed to a few shared rows after it, so that a new item always has the same row.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +22,7 @@ VOCABULARY_FILE = "vocabulary.parquet"
 
 
 def fingerprint(keys: pa.Array) -> str:
-    """Digest of item keys in the order of their numbers: equal only where every number means the same item."""
+    """Digest of the item keys in id order: equal only if every id means the same item."""
     digest = hashlib.sha256(b"integer" if pa.types.is_integer(keys.type) else b"text")
     texts = keys.cast(pa.large_string())
     offsets = np.frombuffer(texts.buffers()[1], dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
@@ -28,23 +32,23 @@ def fingerprint(keys: pa.Array) -> str:
 
 
 def numbered_fingerprint(items: int) -> str:
-    """Digest of a catalogue whose items are their numbers, as in a synthetic log."""
+    """Digest of a vocabulary in which every key equals its id, as in a synthetic log."""
     return hashlib.sha256(b"numbers %d" % items).hexdigest()
 
 
 class ItemVocabulary(NamedTuple):
-    """Item ids below `items` are known; `items` = 0 means that nobody counted, and every id is taken as it is."""
+    """Item ids below `items` are known. `items` = 0: the vocabulary size is unknown and all ids stay as they are."""
 
     items: int
     oov_rows: int
 
     @property
     def rows(self) -> int:
-        """Table rows that a model needs."""
+        """Table rows that the model needs."""
         return self.items + self.oov_rows
 
     def map_unknown(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
-        """Map unknown ids to the shared rows, and count them. Known ids are not copied."""
+        """Map out-of-vocabulary ids to the shared rows, and count them. Copies only if there are any."""
         unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
         count = int(np.count_nonzero(unknown))
         if not count:
@@ -58,19 +62,22 @@ _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, whe
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """The fingerprint of a data set, as far as a trained model depends on it."""
+    """What a trained model depends on in its data: item ids and column types. Checkpoints record it.
+
+    Without it, a data set with equally many but different items would be accepted and would read wrong table rows.
+    """
 
     vocabulary: str
-    """Digest of the item keys in the order of their numbers; empty where the data set does not record it."""
+    """Digest of the item keys in id order; empty if the data set does not record it."""
     items: int
     columns: dict[str, str]
-    """Type of each column that is read."""
+    """Type of each column that the loader reads."""
     contents: str
-    """Checksum of the whole data set: another log over the same items is another one."""
+    """Checksum of the whole data set."""
 
     @staticmethod
     def from_dataset(dataset: Dataset) -> "DataIdentity":
-        """The identity of an open data set."""
+        """Identity of an open data set."""
         columns = {name: _type_name(*kind) for name, kind in dataset.columns.items()}
         if dataset.manifest is None:
             return DataIdentity("", 0, columns, "")
@@ -79,10 +86,10 @@ class DataIdentity:
         )
 
     def require_same(self, recorded: "DataIdentity", *, where: str) -> None:
-        """Refuse this data set for a model that was trained on another vocabulary or on other column types."""
+        """Raise if a model was trained on another vocabulary or on other column types."""
         if self.vocabulary != recorded.vocabulary:
-            same = "other items" if self.items == recorded.items else f"{self.items:,} items"
-            what = f"the data set has {same}, but the model was trained on a vocabulary of {recorded.items:,}"
+            items = "other items" if self.items == recorded.items else f"{self.items:,} items"
+            what = f"the data set has {items}, but the model was trained on a vocabulary of {recorded.items:,}"
             raise DataError(what, where=where, remedy=_REIMPORT)
         for name in sorted(self.columns.keys() & recorded.columns.keys()):
             if self.columns[name] != recorded.columns[name]:
@@ -90,13 +97,13 @@ class DataIdentity:
                 raise DataError(what, where=where, remedy="convert the column, or import the log again")
 
 
-def check_recorded_identity(recorded: Mapping[str, Any] | None, found: DataIdentity, *, where: str) -> None:
-    """Compare a data set with what a checkpoint recorded; checkpoints of earlier versions recorded nothing."""
+def check_recorded_identity(recorded: Mapping[str, Any] | None, current: DataIdentity, *, where: str) -> None:
+    """Compare a data set with the identity in a checkpoint. Checkpoints of early versions have none."""
     if recorded is None:
-        warning_once(f"the checkpoint records no vocabulary: whether {where} has the same items is not checked")
+        warning_once(f"the checkpoint records no vocabulary, so {where} is not checked for the same items")
         return
-    found.require_same(DataIdentity(**recorded), where=where)
+    current.require_same(DataIdentity(**recorded), where=where)
 
 
-def _type_name(listed: bool, dtype: object) -> str:
-    return f"list<{dtype}>" if listed else str(dtype)
+def _type_name(is_list: bool, dtype: object) -> str:
+    return f"list<{dtype}>" if is_list else str(dtype)

@@ -1,4 +1,7 @@
-"""Writer."""
+"""Write histories as a data set for many ranks: small striped row groups, with checksums on every page.
+
+A data set is written next to its target and renamed at the end, so that it is complete or absent.
+"""
 
 import errno
 import mmap
@@ -28,7 +31,7 @@ _ENOUGH_GROUPS = 512
 
 
 def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
-    """Size row groups: about 400 kB each in a large data set, and in a small one enough groups for every rank."""
+    """Rows per row group: about 400 kB in a large data set; in a small one, enough groups for every rank."""
     bytes_per_row = max(1.0, 8.0 * columns * events / max(1, rows))
     fit = max(1, int(_GROUP_BYTES / bytes_per_row))
     return min(fit, max(_SMALLEST_GROUP, rows // _ENOUGH_GROUPS))
@@ -36,9 +39,9 @@ def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """Give a folder to fill; it takes the target's name only when all went well."""
+    """Yield a temporary folder to fill; rename it to the target on success, delete it on failure."""
     target = Path(target).absolute()
-    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with storage_errors(target):
         if target.exists() and target.samefile(Path.cwd()):
             what, remedy = "the target is the current folder, which a rename would replace", "name a new folder"
@@ -46,32 +49,32 @@ def atomic_folder(target: str | Path) -> Iterator[Path]:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             remedy = "give a new folder, or delete it first"
             raise DataError("the target exists and is not empty", where=str(target), remedy=remedy)
-        beside.mkdir(parents=True)
+        partial.mkdir(parents=True)
     try:
         with output_errors(target):
-            yield beside
+            yield partial
         with storage_errors(target):
             if target.exists():
                 target.rmdir()
-            beside.rename(target)
+            partial.rename(target)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def output_errors(target: str | Path) -> Iterator[None]:
-    """Report what a disk refuses to write as that, and not as a fault of the input that is read meanwhile."""
+    """Raise write failures as StorageError, instead of blaming the input that is read at the same time."""
     try:
         yield
-    except Exception as error:  # Arrow raises OSErrors, polars its own kind with the number in the text
+    except Exception as error:  # Arrow raises OSError, polars its own type with the errno in the text
         number = _os_error(error)
-        if isinstance(error, FreeScaleError) or number not in _ONLY_WRITING:
+        if isinstance(error, FreeScaleError) or number not in _WRITE_ERRORS:
             raise
         raise StorageError.from_os_error(OSError(number, os.strerror(number)), target) from error
 
 
-_ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that reading never meets."""
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing raises."""
 
 
 def _os_error(error: BaseException) -> int:
@@ -92,15 +95,15 @@ def write_dataset(
     groups_per_file: int = GROUPS_PER_FILE,
     expected_rows: int | None = None,
 ) -> Manifest:
-    """Write histories in the order given, into a folder that is made if need be.
+    """Write histories in the given order. Creates the folder if it does not exist.
 
-    `tables` may be of any sizes; memory holds one table and one group. `items`: every id is below it. `vocabulary`:
-    fingerprint of the item keys; without one, items are their numbers. `expected_rows`: for the progress.
+    `tables` may have any sizes; memory holds one table and one row group. `items`: all ids are below it. `vocabulary`:
+    fingerprint of the item keys; by default every key equals its id. `expected_rows`: total for the progress bar.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
-    groups, limit = track(_regroup(tables, rows_per_group), "writing", **whole), FILES * groups_per_file
+    shown = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
+    groups, limit = track(_regroup(tables, rows_per_group), "writing", **shown), FILES * groups_per_file
     stripes: list[Stripe] = []
     events = 0
     while not stripes or stripes[-1].groups == limit:
@@ -115,22 +118,22 @@ def write_dataset(
 
 
 def _regroup(tables: Tables, rows: int) -> Iterator[pa.Table]:
-    """Cut a stream of tables into tables of exactly `rows` rows, the last one short."""
-    held: list[pa.Table] = []
+    """Regroup a stream of tables into tables of exactly `rows` rows; the last may be short."""
+    pending: list[pa.Table] = []
     count = 0
     for table in tables:
         start = 0
         while count + table.num_rows - start >= rows:
-            held.append(table.slice(start, rows - count))
+            pending.append(table.slice(start, rows - count))
             start += rows - count
-            yield pa.concat_tables(held).combine_chunks()
-            held.clear()
+            yield pa.concat_tables(pending).combine_chunks()
+            pending.clear()
             count = 0
         if start < table.num_rows:
-            held.append(table.slice(start))
+            pending.append(table.slice(start))
             count += table.num_rows - start
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
+    if pending:
+        yield pa.concat_tables(pending).combine_chunks()
 
 
 def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: int, limit: int) -> tuple[Stripe, int]:
@@ -149,21 +152,21 @@ def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: i
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    # Ascending integers pack best as deltas, ids as byte planes under zstd. Statistics are left out: nothing here
-    # prunes by them, and a flipped bit in them would go unseen.
+    # Ascending integers compress best as deltas, ids as byte planes under zstd. No statistics: nothing reads them, and
+    # a flipped bit in them would go undetected.
     encodings = {}
     for field in schema:
-        listed = pa.types.is_list(field.type)
-        leaf, kind = (f"{field.name}.list.element", field.type.value_type) if listed else (field.name, field.type)
+        is_list = pa.types.is_list(field.type)
+        leaf, kind = (f"{field.name}.list.element", field.type.value_type) if is_list else (field.name, field.type)
         if pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind.bit_width >= 32):
             encodings[leaf] = "DELTA_BINARY_PACKED" if field.name in ("timestamp", "user_id") else "BYTE_STREAM_SPLIT"
-    left_out = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
+    disabled = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
     packed = {"compression": "zstd", "compression_level": 1, "column_encoding": encodings}
-    return pq.ParquetWriter(path, schema, write_page_checksum=True, **packed, **left_out)
+    return pq.ParquetWriter(path, schema, write_page_checksum=True, **packed, **disabled)
 
 
 def _seal(path: Path) -> FileEntry:
-    """Note the checksums of a finished file: of each column of each row group beside it, the rest for the manifest."""
+    """Checksum a finished file: columns into its checksum file, the rest into the returned manifest entry."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         (footer_size,) = struct.unpack("<I", data[-8:-4])
         footer_crc = zlib.crc32(data[-8 - footer_size : -8])

@@ -1,7 +1,4 @@
-"""Self-contained pages: HTML with inline SVG, no script, no network. Every text from outside is escaped here.
-
-Charts are drawn by hand because they are few and must open offline on any machine; a library would bring megabytes.
-"""
+"""Self-contained HTML pages with inline SVG charts: no scripts, no network access. All input is escaped."""
 
 from freescale.page.blocks import Lane, Segment, StackedBar, heat_map, legend, stacked_bars, timeline
 from freescale.page.charts import Axis, Mark, Series, assign_colours, curve_chart, histogram, line_chart, scatter

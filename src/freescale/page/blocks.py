@@ -1,6 +1,6 @@
-"""Coloured blocks: stacked bars, timelines, heat maps. Colours are the caller's, so that one thing has one everywhere.
+"""Charts of coloured blocks: stacked bars, timelines, heat maps.
 
-Rows get thinner as they become more, and are named only as densely as names fit.
+The caller chooses the colours. Many rows are drawn thinner, and labelled only as densely as labels fit.
 """
 
 import math
@@ -18,7 +18,7 @@ _SHADES = 24
 
 
 class Segment(NamedTuple):
-    """A coloured stretch of a row."""
+    """A coloured segment of a row."""
 
     begin: float
     end: float
@@ -27,27 +27,27 @@ class Segment(NamedTuple):
 
 
 class StackedBar(NamedTuple):
-    """A row of values that add up, by what they are."""
+    """A row of named values that add up."""
 
     name: str
     values: Mapping[str, float]
 
 
 class Lane(NamedTuple):
-    """A row of segments."""
+    """A row of a timeline."""
 
     name: str
     segments: Sequence[Segment]
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """What the colours mean."""
+    """Legend of colours."""
     parts = [f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items()]
     return f'<p class="legend">{"".join(parts)}</p>'
 
 
 def stacked_bars(bars: Sequence[StackedBar], colours: Mapping[str, str], *, rows: str, axis: str) -> str:
-    """A row per bar, its values one after another."""
+    """Horizontal stacked bars, one row each."""
     lanes = []
     for bar in bars:
         begin, segments = 0.0, []
@@ -60,7 +60,7 @@ def stacked_bars(bars: Sequence[StackedBar], colours: Mapping[str, str], *, rows
 
 
 def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
-    """A row per lane, its segments where they are in time."""
+    """Timeline with one row per lane."""
     frame = _Rows([lane.name for lane in lanes], max((p.end for lane in lanes for p in lane.segments), default=1.0))
     segments = [
         (row, segment) for row, lane in enumerate(lanes) for segment in lane.segments if segment.end > segment.begin
@@ -73,20 +73,17 @@ def timeline(lanes: Sequence[Lane], *, rows: str, axis: str) -> str:
 def heat_map(
     names: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], *, rows: str, axis: str, unit: str
 ) -> str:
-    """A cell per row and column, darker where the value is larger; none where it is NaN.
-
-    Equal neighbours in a row are drawn as one.
-    """
+    """Heat map: darker cells for larger values, no cell for NaN. Equal neighbours in a row are merged."""
     frame = _Rows(names, float(len(columns)))
     most = max((value for row in values for value in row if not math.isnan(value)), default=0.0) or 1.0
     marks = []
-    for row, of_row in enumerate(values):
-        shades = [None if math.isnan(value) else round(_SHADES * value / most) for value in of_row]
+    for row, row_values in enumerate(values):
+        shades = [None if math.isnan(value) else round(_SHADES * value / most) for value in row_values]
         begin = 0
         for end in range(1, len(shades) + 1):
             if end == len(shades) or shades[end] != shades[begin]:
-                which = columns[begin] if end - begin == 1 else f"{columns[begin]} to {columns[end - 1]}"
-                tooltip = f"{rows} {names[row]}, {which}: {of_row[begin]:.2f} {unit}"
+                label = columns[begin] if end - begin == 1 else f"{columns[begin]} to {columns[end - 1]}"
+                tooltip = f"{rows} {names[row]}, {label}: {row_values[begin]:.2f} {unit}"
                 shade = shades[begin]
                 if shade is not None:
                     marks.append(frame.block(row, begin, end, _shade(shade / _SHADES), tooltip))
@@ -98,7 +95,7 @@ def heat_map(
 
 
 class _Rows:
-    """Rows under each other, with their names at the left and a scale below."""
+    """Layout of stacked rows, with labels at the left and a scale below."""
 
     def __init__(self, names: Sequence[str], most: float) -> None:
         self._names, self.most = names, most or 1.0

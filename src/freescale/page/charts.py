@@ -1,4 +1,4 @@
-"""Charts."""
+"""Charts with two axes: lines, histograms, scatter plots, and training curves with gaps and marks."""
 
 import bisect
 import itertools
@@ -14,7 +14,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND, _CHARACTER = 76, 20, 16, 52, 180, 7.0
 
 
 class ChartSize(NamedTuple):
-    """Of a chart without its legend."""
+    """Size of a chart without its legend, in pixels."""
 
     width: int
     height: int
@@ -24,19 +24,19 @@ _SIZE = ChartSize(640, 320)
 
 
 class Axis(NamedTuple):
-    """What an axis shows."""
+    """Label and scale of an axis."""
 
     label: str
     log: bool = False
     percent: bool = False
     tight: bool = False
-    """Spans the values only. Otherwise a linear y axis begins at 0."""
+    """Span only the values. By default a linear y axis begins at 0."""
     whole: bool = False
-    """Has ticks at whole numbers only."""
+    """Ticks only at integers."""
 
 
 class ChartFrame:
-    """Axes, grid and the map from values to pixels."""
+    """Axes, grid and the mapping from values to pixels."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], x: Axis, y: Axis, size: ChartSize = _SIZE) -> None:
         self._x, self._y, self._size = x, y, size
@@ -48,16 +48,16 @@ class ChartFrame:
         self.top, self.floor = _TOP, size.height - _BOTTOM
         self.px = _scale(self._x_low, self._x_high, x.log, self.left, self.right)
         self.py = _scale(self.y_low, self._y_high, y.log, self.floor, self.top)
-        """Where a value is: from the left, from the top."""
+        """Map a value to pixels from the left and from the top."""
         self.percent = y.percent
         self.x_text, self.y_text = partial(format_number, percent=x.percent), partial(format_number, percent=y.percent)
-        """A value as the axis writes it."""
+        """Format a value as on the axis."""
 
     def draw(self, marks: Sequence[str], legend: Sequence[str] = ()) -> str:
-        """The chart, with finished marks in it."""
+        """Render the chart with these marks."""
         left, right, floor, (width, height), parts = self.left, self.right, self.floor, self._size, []
-        found = ticks(self._x_low, self._x_high, self._x.log)
-        shown = [tick for tick in found if not self._x.whole or tick == round(tick)]
+        x_ticks = ticks(self._x_low, self._x_high, self._x.log)
+        shown = [tick for tick in x_ticks if not self._x.whole or tick == round(tick)]
         for tick, text in label_ticks(shown, percent=self._x.percent):
             px = self.px(tick)
             parts += [markup.line(px, self.top, px, floor), markup.text(px, floor + 18, text)]
@@ -82,9 +82,9 @@ def _limits(values: Sequence[float], axis: Axis, *, from_zero: bool) -> tuple[fl
     values = [value for value in values if value > 0 or not log] or [1.0]
     low, high = min(values), max(values)
     if axis.tight and not log:
-        room = 0.04 * (high - low) if from_zero else 0.0
+        margin = 0.04 * (high - low) if from_zero else 0.0
         around = (abs(low) or 1.0) * 0.1
-        return (low - room, high + room) if high - low > 1e-9 * around else (low - around, high + around)
+        return (low - margin, high + margin) if high - low > 1e-9 * around else (low - around, high + around)
     if log:
         return 10 ** math.floor(math.log10(low)) if from_zero else low, max(high, low * 1.01)
     low = min(0.0, low) if from_zero else low
@@ -92,20 +92,20 @@ def _limits(values: Sequence[float], axis: Axis, *, from_zero: bool) -> tuple[fl
 
 
 def _scale(low: float, high: float, log: bool, begin: float, end: float) -> Callable[[float], float]:
-    def bend(value: float) -> float:
+    def transform(value: float) -> float:
         return math.log10(max(value, low)) if log else value
 
-    span = bend(high) - bend(low) or 1.0
-    return lambda value: begin + (end - begin) * (bend(value) - bend(low)) / span
+    span = transform(high) - transform(low) or 1.0
+    return lambda value: begin + (end - begin) * (transform(value) - transform(low)) / span
 
 
 def ticks(low: float, high: float, log: bool) -> list[float]:
-    """Round values to name on an axis."""
+    """Round tick values of an axis."""
     if log:
         powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         steps = (1,) if len(powers) > 2 else (1, 2, 5)
-        found = [m * 10.0**p for p in range(powers.start - 1, powers.stop) for m in steps]
-        return [value for value in found if low * 0.999 <= value <= high * 1.001]
+        values = [m * 10.0**p for p in range(powers.start - 1, powers.stop) for m in steps]
+        return [value for value in values if low * 0.999 <= value <= high * 1.001]
     raw = (high - low) / 6
     size = 10 ** math.floor(math.log10(raw))
     size *= next(m for m in (1, 2, 2.5, 5, 10) if m * size >= raw)
@@ -114,7 +114,7 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def label_ticks(values: Sequence[float], *, percent: bool) -> list[tuple[float, str]]:
-    """Ticks with their texts, which have as many digits as it takes to tell them apart."""
+    """Ticks with labels that have as many digits as needed to differ."""
     texts: list[str] = []
     for digits in range(10):
         texts = [format_number(value, percent, digits) for value in values]
@@ -124,7 +124,7 @@ def label_ticks(values: Sequence[float], *, percent: bool) -> list[tuple[float, 
 
 
 def format_number(value: float, percent: bool = False, more_digits: int = 0) -> str:
-    """A value in few characters."""
+    """Format a value in few characters."""
     if percent:
         return f"{100 * value:.{3 + more_digits}g}%"
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -134,7 +134,7 @@ def format_number(value: float, percent: bool = False, more_digits: int = 0) -> 
 
 
 class Series(NamedTuple):
-    """Points of one line or set of bars."""
+    """Points of one line."""
 
     name: str
     x: Sequence[float]
@@ -142,18 +142,18 @@ class Series(NamedTuple):
 
 
 def line_chart(series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Lines through points; hovering a point shows its values."""
+    """Line chart; tooltips show the values of points."""
     frame = _frame(series, x, y)
     marks = []
-    for colour, one in zip(COLOURS, series, strict=False):
-        marks.append(_line(frame, one, colour))
-        if len(one.x) <= 32:
-            marks += _points(frame, one, 4, colour)
-    return frame.draw(marks, [one.name for one in series] if len(series) > 1 else [])
+    for colour, line in zip(COLOURS, series, strict=False):
+        marks.append(_line(frame, line, colour))
+        if len(line.x) <= 32:
+            marks += _points(frame, line, 4, colour)
+    return frame.draw(marks, [line.name for line in series] if len(series) > 1 else [])
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], x: Axis, y: Axis) -> str:
-    """Bars between edges."""
+    """Histogram with one bar between each two edges."""
     frame = ChartFrame(list(edges), [*counts, 0.0], x, y)
     floor, bars = frame.py(frame.y_low), []
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
@@ -164,7 +164,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], x: Axis, y: Axis)
 
 
 def scatter(points: Series, line: Series, x: Axis, y: Axis) -> str:
-    """Points, and a line to compare them with."""
+    """Scatter plot with a reference line."""
     frame = _frame([points, line], x, y)
     marks = [*_points(frame, points, 3, f"{COLOURS[0]}80"), _line(frame, line, COLOURS[1])]
     return frame.draw(marks, [points.name, line.name])
@@ -182,17 +182,17 @@ def _points(frame: ChartFrame, series: Series, size: float, colour: str) -> list
 
 
 def _frame(series: Sequence[Series], x: Axis, y: Axis) -> ChartFrame:
-    return ChartFrame([value for one in series for value in one.x], [value for one in series for value in one.y], x, y)
+    return ChartFrame([v for line in series for v in line.x], [v for line in series for v in line.y], x, y)
 
 
 _CURVE_SIZE = ChartSize(480, 250)
 _MOST_POINTS, _MOST_DOTS = 600, 40
 _APART = 16.0
-"""Pixels between two marks that are both labelled."""
+"""Minimum distance in pixels between two labelled marks."""
 
 
 class Mark(NamedTuple):
-    """Something that happened at a step."""
+    """An event at a step, such as a restart."""
 
     at: float
     label: str
@@ -209,33 +209,33 @@ def curve_chart(
     marks: Sequence[Mark] = (),
     spans: Sequence[float] = (),
 ) -> str:
-    """Lines through points, with gaps where a value is NaN. Empty if there is no finite value.
+    """Line chart over steps, with gaps at NaN. Empty if there is no finite value.
 
-    `colours`: of each line, by name. `spans`: values that the x axis reaches in any case.
+    `colours`: colour of each line by name. `spans`: values that the x axis must include.
     """
-    series = [downsample(one) for one in series if one.x]
-    finite = [value for one in series for value in one.y if math.isfinite(value)]
+    series = [downsample(line) for line in series if line.x]
+    finite = [value for line in series for value in line.y if math.isfinite(value)]
     if not finite:
         return ""
-    frame = ChartFrame([*spans, *(value for one in series for value in one.x)], finite, x, y, _CURVE_SIZE)
+    frame = ChartFrame([*spans, *(value for line in series for value in line.x)], finite, x, y, _CURVE_SIZE)
     shapes = []
-    for one in series:
-        colour = colours[one.name]
-        segments = list(_segments(one))
+    for line in series:
+        colour = colours[line.name]
+        segments = list(_segments(line))
         shapes += [markup.path([(frame.px(a), frame.py(b)) for a, b in segment], colour) for segment in segments]
-        dots = len(one.x) <= _MOST_DOTS
+        dots = len(line.x) <= _MOST_DOTS
         lone = [point for segment in segments for point in segment if dots or len(segment) == 1]
-        shapes += [markup.dot(frame.px(a), frame.py(b), 2.5, colour, one.name) for a, b in lone]
+        shapes += [markup.dot(frame.px(a), frame.py(b), 2.5, colour, line.name) for a, b in lone]
     return frame.draw([*shapes, *_areas(frame, series), *_marks(frame, marks)])
 
 
 def assign_colours(names: Sequence[str]) -> Mapping[str, str]:
-    """The colour of each line, in the order of the series."""
+    """Colour of each line, in order."""
     return dict(zip(names, COLOURS, strict=False))
 
 
 def downsample(series: Series, most: int = _MOST_POINTS) -> Series:
-    """The points in order of x, at most so many of them: of each stretch, the lowest and the highest."""
+    """At most `most` points sorted by x: the minimum and maximum of each range."""
     points = sorted(zip(series.x, series.y, strict=True), key=lambda point: point[0])
     if len(points) > most:
         size = -(-2 * len(points) // most)
@@ -253,7 +253,7 @@ def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _segments(series: Series) -> Iterator[list[tuple[float, float]]]:
-    """The line without the points that have no value, cut there."""
+    """Split a line at points without a finite value."""
     segment: list[tuple[float, float]] = []
     for point in zip(series.x, series.y, strict=True):
         if math.isfinite(point[1]):
@@ -266,17 +266,17 @@ def _segments(series: Series) -> Iterator[list[tuple[float, float]]]:
 
 
 def _areas(frame: ChartFrame, series: Sequence[Series]) -> Iterator[str]:
-    """A stripe around every x that any line has a point at, which tooltip the values there."""
-    xs = sorted({value for one in series for value in one.x})
+    """Tooltip areas around every x at which a line has a point."""
+    xs = sorted({value for line in series for value in line.x})
     places = [frame.px(x) for x in xs]
     edges = [frame.left, *((a + b) / 2 for a, b in itertools.pairwise(places)), frame.right]
     for x, (left, right) in zip(xs, itertools.pairwise(edges), strict=True):
-        lines = [f"step {x:,.0f}", *(_value_text(frame, one, x) for one in series)]
+        lines = [f"step {x:,.0f}", *(_value_text(frame, line, x) for line in series)]
         yield markup.area(left, frame.top, right - left, frame.floor - frame.top, "\n".join(lines))
 
 
 def _value_text(frame: ChartFrame, series: Series, x: float) -> str:
-    """The value of a line at x, or at the point that is nearest to it."""
+    """Value of a line at x or at the nearest point, as text."""
     place = bisect.bisect_left(series.x, x)
     nearest = min(range(max(0, place - 1), min(len(series.x), place + 1)), key=lambda i: abs(series.x[i] - x))
     value = series.y[nearest]

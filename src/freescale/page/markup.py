@@ -1,4 +1,4 @@
-"""Markup."""
+"""HTML elements of a page and SVG shapes of a chart. All text is escaped here."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ figure svg { width: 100%; }
 
 
 def document(title: str, lead: str, *parts: str) -> str:
-    """Wrap finished parts into a page. Each line of `lead` is a paragraph."""
+    """Build a page from rendered parts. Each line of `lead` is a paragraph."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     leads = "".join(f'<p class="lead">{escape(line)}</p>' for line in lead.splitlines())
     body = "\n".join([f"<h1>{escape(title)}</h1>{leads}", *parts])
@@ -37,23 +37,23 @@ def document(title: str, lead: str, *parts: str) -> str:
 
 
 def section(heading: str, explanation: str, *parts: str) -> str:
-    """A headed part of a page."""
+    """Section with a heading."""
     return f"<h2>{escape(heading)}</h2><p>{escape(explanation)}</p>" + "".join(parts)
 
 
 def figure(title: str, *parts: str, note: str = "") -> str:
-    """A titled part of a grid, such as a chart."""
+    """Figure with a caption, for a grid."""
     noted = f"<p>{escape(note)}</p>" if note else ""
     return f"<figure><figcaption>{escape(title)}</figcaption>{noted}{''.join(parts)}</figure>"
 
 
 def grid(figures: Sequence[str]) -> str:
-    """Figures beside each other, as many as there is room for."""
+    """Responsive grid of figures."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)) -> str:
-    """A plain table. `words`: columns of text; the others are numbers and stand at the right."""
+    """Table. `words`: indices of left-aligned text columns; the others are right-aligned numbers."""
     kinds = ["words" if column in words else "number" for column in range(len(header))]
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -65,55 +65,55 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequen
 
 
 def escape(value: str) -> str:
-    """Make text from outside harmless."""
+    """Escape text for HTML."""
     return html.escape(str(value))
 
 
 def drawing(width: float, height: float, shapes: Iterable[str]) -> str:
-    """Shapes in a frame of their own."""
+    """SVG element with these shapes."""
     return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">{"".join(shapes)}</svg>'
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "middle") -> str:
-    """Words at a place."""
+    """Text at a position."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def vertical_text(y: float, words: str) -> str:
-    """Words at the left edge, read from below."""
+    """Vertical text at the left edge, read from bottom to top."""
     return f'<text transform="translate(16 {y:.1f}) rotate(-90)" text-anchor="middle">{escape(words)}</text>'
 
 
 def area(x: float, y: float, width: float, height: float, tooltip: str) -> str:
-    """An invisible rectangle that tooltip something when it is hovered over."""
+    """Invisible rectangle with a tooltip."""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f'<rect class="area" {place}><title>{escape(tooltip)}</title></rect>'
 
 
 def mark(x: float, top: float, floor: float, colour: str, tooltip: str) -> str:
-    """A dashed upright line that tooltip something when it is hovered over."""
+    """Dashed vertical line with a tooltip."""
     place = f'x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{floor:.1f}"'
-    seen = f'<line {place} stroke="{colour}" stroke-width="1.5" stroke-dasharray="4 3"/>'
-    return f'<g>{seen}<line {place} stroke="transparent" stroke-width="9"/><title>{escape(tooltip)}</title></g>'
+    visible = f'<line {place} stroke="{colour}" stroke-width="1.5" stroke-dasharray="4 3"/>'
+    return f'<g>{visible}<line {place} stroke="transparent" stroke-width="9"/><title>{escape(tooltip)}</title></g>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, kind: str = "grid") -> str:
-    """A straight line."""
+    """Straight line."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
 def block(x: float, y: float, width: float, height: float, colour: str, tooltip: str) -> str:
-    """A rectangle that tooltip something when it is hovered over."""
+    """Rectangle with a tooltip."""
     place = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
     return f'<rect {place} fill="{colour}"><title>{escape(tooltip)}</title></rect>'
 
 
 def dot(x: float, y: float, size: float, colour: str, tooltip: str) -> str:
-    """A point that tooltip something when it is hovered over."""
+    """Point with a tooltip."""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{colour}"><title>{escape(tooltip)}</title></circle>'
 
 
 def path(points: Iterable[tuple[float, float]], colour: str) -> str:
-    """Straight lines from point to point."""
+    """Polyline through points."""
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>'
