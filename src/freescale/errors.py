@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from os import PathLike
 
 INTERRUPTED = 130
-"""Exit code after SIGINT or SIGTERM."""
+"""Exit code after a request to stop."""
 
 
 class FreeScaleError(Exception):
@@ -78,7 +78,7 @@ class StorageError(FreeScaleError):
 
     @staticmethod
     def from_os_error(error: OSError, output: str | PathLike[str] = "") -> "StorageError":
-        """Convert an OSError. `output`: the path that the user asked to write, if it differs from the failed file."""
+        """Convert an OSError. `output`: the path that the user asked to write; the failed file may differ."""
         what = error.strerror or reason(error)
         message = f"the output cannot be written: {what}" if output else f"a file cannot be used: {what}"
         result = StorageError(message, where=str(output or error.filename or ""), remedy=_remedy(error.errno))

@@ -83,7 +83,7 @@ def looked_at(page: Path, width: int) -> str:
     assert len(text) < 5_000_000
     links = Links()
     links.feed(text)
-    assert links.found == []
+    assert links.resources == []
     looked = page.with_name("looked.html")
     looked.write_text(text.replace("</body>", LOOK + "</body>"))
     shown = in_browser(looked, "--dump-dom", f"--window-size={width},2000").stdout

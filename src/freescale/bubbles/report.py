@@ -138,7 +138,7 @@ def _timeline(of_ranks: Sequence[StepSample], colours: Mapping[str, str]) -> str
         for piece in segments(sample.step, sample.last):
             begin, end = (piece.begin - first) / 1e6, (piece.end - first) / 1e6
             says = f"rank {sample.step.rank}: {piece.cause} {end - begin:.2f} ms"
-            pieces.append(page.Segment(begin, end, COLOURS[piece.cause], says))
+            pieces.append(page.TimelineSegment(begin, end, COLOURS[piece.cause], says))
         lanes.append(page.Lane(str(sample.step.rank), pieces))
     kept = "" if len(of_ranks) < 2 else f" of {len(of_ranks)} ranks"
     drawn = page.timeline(lanes, rows="rank", axis="ms since the first rank began")

@@ -1,4 +1,4 @@
-"""Charts of coloured blocks: stacked bars, timelines, heat maps.
+"""Timelines, stacked bars and heat maps.
 
 The caller chooses the colours. Many rows are drawn thinner, and labelled only as densely as labels fit.
 """
@@ -17,7 +17,7 @@ _PALE, _DEEP = (247, 247, 247), (178, 24, 43)
 _SHADES = 24
 
 
-class Segment(NamedTuple):
+class TimelineSegment(NamedTuple):
     """A coloured segment of a row."""
 
     begin: float
@@ -37,7 +37,7 @@ class Lane(NamedTuple):
     """A row of a timeline."""
 
     name: str
-    segments: Sequence[Segment]
+    segments: Sequence[TimelineSegment]
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -53,7 +53,7 @@ def stacked_bars(bars: Sequence[StackedBar], colours: Mapping[str, str], *, rows
         begin, segments = 0.0, []
         for name, colour in colours.items():
             value = bar.values.get(name, 0.0)
-            segments.append(Segment(begin, begin + value, colour, f"{bar.name}: {name} {value:.2f}"))
+            segments.append(TimelineSegment(begin, begin + value, colour, f"{bar.name}: {name} {value:.2f}"))
             begin += value
         lanes.append(Lane(bar.name, segments))
     return timeline(lanes, rows=rows, axis=axis)
