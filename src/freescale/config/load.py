@@ -19,6 +19,7 @@ from freescale.config.schema import RunConfig
 from freescale.errors import ConfigError, UsageError, reason, suggest
 
 T = TypeVar("T")
+_COMMENT_COLUMNS = 100
 
 
 def resolve(source: str, overrides: Sequence[str] = (), *, prog: str = "freescale") -> RunConfig:
@@ -174,9 +175,6 @@ class _TomlReader:
 
 def _keys(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
-
-
-_COMMENT_COLUMNS = 100
 
 
 def field_docs(schema: type) -> dict[str, str]:

@@ -18,6 +18,7 @@ from freescale.data.validation import CANDIDATE, ColumnType, RowGroup, is_candid
 from freescale.data.vocabulary import ItemVocabulary
 
 Ints = NDArray[np.int64]
+Values = NDArray[Any]
 
 
 class Split(NamedTuple):
@@ -40,9 +41,6 @@ class Split(NamedTuple):
             before = np.concatenate([[0], np.cumsum(timestamps < self.time)])
             return begin + before[end] - before[begin]
         return end
-
-
-Values = NDArray[Any]
 
 
 class PackedFeatures(NamedTuple):

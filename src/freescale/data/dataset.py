@@ -29,6 +29,13 @@ from freescale.progress import track
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 2
 GROUPS_PER_FILE = 4096
+_REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
+_NumberedStripe = tuple[int, tuple[FileEntry, ...]]
+"""The index of a stripe's first row group, and its files."""
+_CHECK_ADDRESS = "check the address and its permissions"
+Ints = NDArray[np.int64]
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_MAX_PENDING = 1 << 22
 
 
 class Stripe(NamedTuple):
@@ -118,9 +125,6 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     raise DataError("the manifest is damaged: its checksum does not match", where=where, remedy=_REWRITE)
 
 
-_REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
-
-
 def _is_plausible(manifest: Manifest) -> bool:
     """Whether all counts are in range. Memory is allocated by them, so a damaged count must not pass."""
     files = [file for stripe in manifest.stripes for file in stripe.files]
@@ -133,11 +137,6 @@ def _is_plausible(manifest: Manifest) -> bool:
 
 def _crc(body: object) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
-_NumberedStripe = tuple[int, tuple[FileEntry, ...]]
-"""The index of a stripe's first row group, and its files."""
-_CHECK_ADDRESS = "check the address and its permissions"
 
 
 class Dataset:
@@ -248,11 +247,6 @@ class Dataset:
 def _stripes_of(manifest: Manifest) -> tuple[list[_NumberedStripe], RowGroupLayout]:
     first = accumulate((stripe.groups for stripe in manifest.stripes), initial=0)
     return [(next(first), stripe.files) for stripe in manifest.stripes], manifest.layout()
-
-
-Ints = NDArray[np.int64]
-QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-_MAX_PENDING = 1 << 22
 
 
 @dataclass

@@ -17,6 +17,18 @@ from freescale.log import info_once
 
 LOG_ORDER, LOG_FILE, LOG_NUMBER = "_order", "_file", "_number"
 """Columns with the position of an event: in the whole log, its file, and its line or row in that file."""
+TimeUnit = Literal["auto", "s", "ms", "us", "ns"]
+TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+"""Ticks per second, by unit."""
+_UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+_FIRST_MS, _FIRST_US, _FIRST_NS = 10**11, 10**14, 10**17  # in ms: 1973, in seconds: the year 5138; and so on
+_MOST = 2**63 - 1
+_NANO = TICKS_PER_SECOND["ns"]
+_DATES = (
+    *(f"%Y-%m-%d{between}%H:%M{seconds}" for between in "T " for seconds in (":%S%.f", ":%S%.f%#z", "")),
+    "%Y-%m-%d",
+    "%+",  # with the word UTC
+)
 
 
 class LogColumns(NamedTuple):
@@ -57,20 +69,6 @@ class EventLog(NamedTuple):
     def location(self, file: int, number: int) -> Location:
         """Position of an event in its file."""
         return Location(self.files[file], **{self.position_unit: number})
-
-
-TimeUnit = Literal["auto", "s", "ms", "us", "ns"]
-TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-"""Ticks per second, by unit."""
-_UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-_FIRST_MS, _FIRST_US, _FIRST_NS = 10**11, 10**14, 10**17  # in ms: 1973, in seconds: the year 5138; and so on
-_MOST = 2**63 - 1
-_NANO = TICKS_PER_SECOND["ns"]
-_DATES = (
-    *(f"%Y-%m-%d{between}%H:%M{seconds}" for between in "T " for seconds in (":%S%.f", ":%S%.f%#z", "")),
-    "%Y-%m-%d",
-    "%+",  # with the word UTC
-)
 
 
 class TimeParser(NamedTuple):

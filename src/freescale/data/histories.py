@@ -30,6 +30,9 @@ from freescale.progress import progress, track
 _BATCH = 1_000_000
 _BYTES_PER_EVENT = 160  # memory to sort and group a bucket
 USERS_FILE = "users.parquet"
+LAST_TIME = "_last"
+"""Temporary column: the time by which the rows of a data set are sorted."""
+_CHUNK = 1_000_000  # events in memory as lists
 
 
 class ImportJob(NamedTuple):
@@ -279,11 +282,6 @@ def _plain_lists(table: pa.Table) -> pa.Table:
     """Convert the 64-bit list offsets of Polars to plain lists, which all Parquet readers accept."""
     plain = {f.name: pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type for f in table.schema}
     return table.cast(pa.schema(plain)) if table.num_rows else pa.schema(plain).empty_table()
-
-
-LAST_TIME = "_last"
-"""Temporary column: the time by which the rows of a data set are sorted."""
-_CHUNK = 1_000_000  # events in memory as lists
 
 
 class RankingSamples(NamedTuple):

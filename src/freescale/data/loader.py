@@ -19,6 +19,9 @@ from freescale.data.vocabulary import DataIdentity, ItemVocabulary
 from freescale.errors import ConfigError
 from freescale.log import warning_once
 
+T = TypeVar("T")
+_END = object()
+
 
 class Loader:
     """Iterates over the rest of the current epoch, one batch per step; iterate again for the next epoch.
@@ -134,10 +137,6 @@ class Loader:
         while following is not None:
             (share, groups), following = following, next(started, None)
             yield share, list(groups)
-
-
-T = TypeVar("T")
-_END = object()
 
 
 def prefetch(items: Iterator[T], depth: int, *, drain: bool = False) -> Iterator[T]:

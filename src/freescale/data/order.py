@@ -26,6 +26,13 @@ from freescale.errors import ConfigError
 
 MAX_GROUP_ROWS = 1 << 22
 """Largest accepted row group. Samples of a window are numbered in memory, so a damaged count must not pass."""
+Words = NDArray[np.uint64]
+_Round = tuple[Words, np.uint64, np.uint64]
+"""A key, and the number of bits of the left and of the right half."""
+_WEYL, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_ONE, _S27, _S30, _S31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
+_ROUNDS = 6  # four pass as random; six leave margin on tiny domains such as a few row groups
+_GROUPS, _SAMPLES = 1, 2  # the two levels use unrelated keys
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,6 @@ def concat_ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray
     result = np.arange(int(count.sum()), dtype=np.int64)
     result += np.repeat(first - (np.cumsum(count) - count), count)
     return result
-
-
-Words = NDArray[np.uint64]
-_Round = tuple[Words, np.uint64, np.uint64]
-"""A key, and the number of bits of the left and of the right half."""
-_WEYL, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_ONE, _S27, _S30, _S31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
-_ROUNDS = 6  # four pass as random; six leave margin on tiny domains such as a few row groups
 
 
 def splitmix64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -159,9 +158,6 @@ def _unround(value: Words, key: Words, left_bits: np.uint64, right_bits: np.uint
 
 def _lowest(value: Words, bits: np.uint64) -> Words:
     return value & ((_ONE << bits) - _ONE)
-
-
-_GROUPS, _SAMPLES = 1, 2  # the two levels use unrelated keys
 
 
 class WindowShare(NamedTuple):

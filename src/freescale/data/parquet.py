@@ -25,6 +25,8 @@ from freescale.errors import DataError, reason
 MAGIC = b"PAR1"
 FETCH_AGAIN = "fetch or write that file again"
 _FOOTERS_KEPT = 256  # about 250 kB each for a file of 1 GiB
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BYTES, _LISTS, _STRUCT = 1, 2, 3, 7, 8, (9, 10), 12
+_NUMBERS = (4, 5, 6)
 
 
 class FileEntry(NamedTuple):
@@ -235,10 +237,6 @@ def _merge_ranges(selected: list[ColumnChunk]) -> list[tuple[int, int]]:
 
 def _damaged(file: FileEntry, what: str) -> DataError:
     return DataError(what, where=file.name, remedy=FETCH_AGAIN)
-
-
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BYTES, _LISTS, _STRUCT = 1, 2, 3, 7, 8, (9, 10), 12
-_NUMBERS = (4, 5, 6)
 
 
 class ThriftReader:

@@ -31,6 +31,17 @@ _SECONDS_BETWEEN_USERS = 5
 _SECONDS_BETWEEN_EVENTS = 3600.0
 _BLOCK_EVENTS = 1 << 20
 _TRIAL = 20_000
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+GROUPS = 8
+FEWEST_ITEMS = 2 * GROUPS
+EVENTS = (8, 24)
+CANDIDATES = (8, 16)
+CHANCES = {"label_click": ((0.08, 0.08), (0.60, 0.60)), "label_like": ((0.04, 0.30), (0.15, 0.75))}
+"""Probability of each label: [candidate is of the history's group][candidate is good]."""
+_LOYAL = 0.7  # fraction of a user's events from the favourite group; the others are any item
+_OFFERED = 0.5  # the same for candidates
+_PLANTED_BLOCK = 4096
 
 
 def draw_lengths(preset: Preset, users: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -110,19 +121,6 @@ def draw_times(user: NDArray[np.int64], offsets: NDArray[np.int64], rng: np.rand
 def list_array(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
     """List column in which row i contains values offsets[i] to offsets[i + 1]."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
-
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-GROUPS = 8
-FEWEST_ITEMS = 2 * GROUPS
-EVENTS = (8, 24)
-CANDIDATES = (8, 16)
-CHANCES = {"label_click": ((0.08, 0.08), (0.60, 0.60)), "label_like": ((0.04, 0.30), (0.15, 0.75))}
-"""Probability of each label: [candidate is of the history's group][candidate is good]."""
-_LOYAL = 0.7  # fraction of a user's events from the favourite group; the others are any item
-_OFFERED = 0.5  # the same for candidates
-_PLANTED_BLOCK = 4096
 
 
 class PlantedItems(NamedTuple):

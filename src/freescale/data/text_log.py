@@ -33,6 +33,9 @@ from freescale.progress import progress
 LogFormat = Literal["parquet", "jsonl", "csv"]
 _HEAD = 1 << 16  # bytes; longer than any header
 _SEPARATORS = (",", ";", "\t", "|")
+Ints = NDArray[np.int64]
+_JSON_SAMPLE = 1000
+_BREAK = pc.MatchSubstringOptions("\n")
 
 
 class CsvStyle(NamedTuple):
@@ -162,11 +165,8 @@ def _split(text: str, style: CsvStyle) -> CsvHeader:
     return CsvHeader(next(reader, []), reader.line_num, style)
 
 
-Ints = NDArray[np.int64]
 LINE = CsvStyle("\x01", "")
 """A style that does not split lines: its separator occurs in no log."""
-_JSON_SAMPLE = 1000
-_BREAK = pc.MatchSubstringOptions("\n")
 
 
 class TextLog:

@@ -18,6 +18,13 @@ from numpy.typing import NDArray
 
 from freescale.errors import DataError, FreeScaleError, reason, suggest
 
+REQUIRED = ("user_id", "item_id", "timestamp")
+CANDIDATE = "candidate_id"
+ReportRow = Callable[[int, str, str], None]
+"""Callback for each unusable row: its index, the kind of fault, and a description."""
+Fault = tuple[str, str, NDArray[np.bool_]]
+"""A kind of fault, its description, and a mask of the rows that have it."""
+
 
 class Location(NamedTuple):
     """A position in a data set or log, for error messages.
@@ -88,10 +95,6 @@ class Quarantine:
         return f"{self.rows:,} rows skipped ({kinds})" + (f"; see {self._path}" if self._path else "")
 
 
-REQUIRED = ("user_id", "item_id", "timestamp")
-CANDIDATE = "candidate_id"
-
-
 def is_candidate(name: str) -> bool:
     """Whether a list column belongs to the candidates rather than to the history."""
     return name.startswith(("candidate_", "label_"))
@@ -135,10 +138,6 @@ class RowGroup(NamedTuple):
         offsets = {name: np.zeros(rows + 1, np.int64) if kind.is_list else None for name, kind in kinds.items()}
         values = {name: np.zeros(0 if kind.is_list else rows, kind.dtype) for name, kind in kinds.items()}
         return RowGroup({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
-
-
-ReportRow = Callable[[int, str, str], None]
-"""Callback for each unusable row: its index, the kind of fault, and a description."""
 
 
 def select_columns(schema: pa.Schema, features: Sequence[str], location: Location) -> dict[str, ColumnType]:
@@ -187,10 +186,6 @@ def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup
     if not usable.all():  # empty the lists of unusable rows, so that the offsets of all columns agree
         columns = {name: _without_unusable(column, usable) for name, column in columns.items()}
     return RowGroup(columns, usable)
-
-
-Fault = tuple[str, str, NDArray[np.bool_]]
-"""A kind of fault, its description, and a mask of the rows that have it."""
 
 
 def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:

@@ -19,6 +19,7 @@ from freescale.errors import DataError
 from freescale.log import warning_once
 
 VOCABULARY_FILE = "vocabulary.parquet"
+_REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
 
 
 def fingerprint(keys: pa.Array) -> str:
@@ -55,9 +56,6 @@ class ItemVocabulary(NamedTuple):
             return ids, 0
         shared = self.items + (splitmix64(ids) % np.uint64(self.oov_rows)).astype(np.int64)
         return np.where(unknown, shared, ids), count
-
-
-_REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
 
 
 @dataclass(frozen=True)

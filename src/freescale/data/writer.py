@@ -28,6 +28,8 @@ Tables = Iterable[pa.Table]
 _GROUP_BYTES = 384 << 10
 _SMALLEST_GROUP = 32
 _ENOUGH_GROUPS = 512
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing raises."""
 
 
 def rows_per_group(rows: int, events: int, columns: int = 2) -> int:
@@ -71,10 +73,6 @@ def output_errors(target: str | Path) -> Iterator[None]:
         if isinstance(error, FreeScaleError) or number not in _WRITE_ERRORS:
             raise
         raise StorageError.from_os_error(OSError(number, os.strerror(number)), target) from error
-
-
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that only writing raises."""
 
 
 def _os_error(error: BaseException) -> int:

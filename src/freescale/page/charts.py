@@ -11,6 +11,9 @@ from freescale.page import markup
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8a5a00", "#6b4fa0", "#008b8b", "#5a5a5a")
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND, _CHARACTER = 76, 20, 16, 52, 180, 7.0
+_MOST_POINTS, _MOST_DOTS = 600, 40
+_APART = 16.0
+"""Minimum distance in pixels between two labelled marks."""
 
 
 class ChartSize(NamedTuple):
@@ -186,9 +189,6 @@ def _frame(series: Sequence[Series], x: Axis, y: Axis) -> ChartFrame:
 
 
 _CURVE_SIZE = ChartSize(480, 250)
-_MOST_POINTS, _MOST_DOTS = 600, 40
-_APART = 16.0
-"""Minimum distance in pixels between two labelled marks."""
 
 
 class Mark(NamedTuple):
