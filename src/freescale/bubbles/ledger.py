@@ -54,7 +54,7 @@ def last_arrivals(ranks: Iterable[RankStep]) -> dict[str, int]:
     return last
 
 
-class Segment(NamedTuple):
+class StepSegment(NamedTuple):
     """A part of a step with one cause throughout."""
 
     begin: int
@@ -86,7 +86,7 @@ def compute_ns(step: RankStep) -> int:
     return sum(piece.end - piece.begin for piece in pieces if piece.computing)
 
 
-def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
+def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[StepSegment]:
     """Yield the segments of a step, in order.
 
     Sweeps over all begins and ends in plain Python: a step has a few dozen, and this runs on every rank each step.
@@ -99,7 +99,7 @@ def segments(step: RankStep, last: Mapping[str, int]) -> Iterator[Segment]:
             )  # a wait inside the backward pass is not compute
             computing = claims & _COMPUTE_MASK > 0
             strongest = (claims & -claims).bit_length() - 1
-            yield Segment(then, now, _CLAIMS[strongest], computing, true >> _FLIGHT)
+            yield StepSegment(then, now, _CLAIMS[strongest], computing, true >> _FLIGHT)
             then = now
         going_on[bit] += change
         true = true | 1 << bit if going_on[bit] or bit == _IDLE else true & ~(1 << bit)

@@ -56,7 +56,7 @@ class ChunkedTransport(Transport):
         # The first chunk carries the number of chunks. A rank with fewer takes part in the rest with empty ones.
         counts, peer_counts = (torch.full((self.peers.world_size,), own_count, device=rows.device) for _ in range(2))
         outgoing[0], incoming[0] = outgoing[0].with_counts(counts), incoming[0].with_counts(peer_counts)
-        empty = _Chunk([[] for _ in range(self.peers.world_size)])
+        empty = _TransferChunk([[] for _ in range(self.peers.world_size)])
         self._staging.copier.begin()
         outgoing, incoming = ([*chunks, *[empty] * (own_count - len(chunks))] for chunks in (outgoing, incoming))
         self._exchange(outgoing, incoming, name)
@@ -74,18 +74,18 @@ class ChunkedTransport(Transport):
         """Return whether a chunk may be moving."""
         return self._transport.busy(rate)
 
-    def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_Chunk"]:
+    def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_TransferChunk"]:
         """Cut the rows of every rank into chunks; each chunk holds some bytes of every rank."""
         size = (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[rows.device.type] // self.peers.world_size
         parts = [as_bytes(part) for part in rows.contiguous().split(list(counts))]
         # Both ranks of a pair compute the same cuts, independent of other pairs.
         cuts = [part.split(max(1, size, -(-len(part) // _MAX_CHUNKS))) for part in parts]
         number = max(map(len, cuts))
-        return [_Chunk([list(cut[k : k + 1]) for cut in cuts]) for k in range(number)]
+        return [_TransferChunk([list(cut[k : k + 1]) for cut in cuts]) for k in range(number)]
 
-    def _exchange(self, outgoing: Sequence["_Chunk"], incoming: Sequence["_Chunk"], name: str) -> None:
+    def _exchange(self, outgoing: Sequence["_TransferChunk"], incoming: Sequence["_TransferChunk"], name: str) -> None:
         """Send chunks. While one is sent, the next is copied out and the previous one copied in."""
-        in_flight: deque[tuple[Work[Tensor], _Chunk, _Chunk, float]] = deque()
+        in_flight: deque[tuple[Work[Tensor], _TransferChunk, _TransferChunk, float]] = deque()
         staged = deque(self._staging.stage(chunk.flat) for chunk in outgoing[:1])
         for number, (sent, received) in enumerate(zip(outgoing, incoming, strict=True), start=1):
             work = self._send(staged.popleft(), sent, received, name)
@@ -97,7 +97,9 @@ class ChunkedTransport(Transport):
                 sharing = 1 + (len(in_flight) > 0)
                 self._add_rate(sharing * (sum(sent.sizes) - sent.sizes[self.peers.rank]), time.monotonic() - began)
 
-    def _send(self, staged: tuple[Tensor, CopyEvent], sent: "_Chunk", received: "_Chunk", name: str) -> Work[Tensor]:
+    def _send(
+        self, staged: tuple[Tensor, CopyEvent], sent: "_TransferChunk", received: "_TransferChunk", name: str
+    ) -> Work[Tensor]:
         """Send a chunk, once it is copied out and no urgent transfer is moving."""
         rows, copied = staged
         copied.synchronize()
@@ -117,14 +119,14 @@ class ChunkedTransport(Transport):
             time.sleep(_POLL_SECONDS)
 
 
-class _Chunk(NamedTuple):
+class _TransferChunk(NamedTuple):
     """Some bytes of every rank, in parts."""
 
     by_rank: list[list[Tensor]]
 
-    def with_counts(self, counts: Tensor) -> "_Chunk":
+    def with_counts(self, counts: Tensor) -> "_TransferChunk":
         """Prepend a count to the bytes of each rank."""
-        return _Chunk([[as_bytes(n), *parts] for n, parts in zip(counts.split(1), self.by_rank, strict=True)])
+        return _TransferChunk([[as_bytes(n), *parts] for n, parts in zip(counts.split(1), self.by_rank, strict=True)])
 
     @property
     def flat(self) -> list[Tensor]:
