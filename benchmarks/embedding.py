@@ -29,6 +29,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from tests.support.lab import INTERFACE, lab
+from tests.support.torchrec_model import outputs
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -47,7 +48,7 @@ from freescale.bubbles.summary import summarize
 from freescale.config import TransportConfig
 from freescale.data import synthetic
 from freescale.data.order import Permutation, derive_key
-from freescale.integrations.pipeline import Pipeline
+from freescale.integrations.pipeline import PrioritizedPipeline
 from freescale.integrations.torchrec import PrioritizedEmbeddingSharder
 from freescale.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from freescale.transport.world import World, clone_group
@@ -210,8 +211,8 @@ class Way:
         elif name in (SERIAL, PRIORITIZED):
             overlap = name == PRIORITIZED
             gloo = TransportConfig(urgent="c10d", deferred="c10d")  # as TorchRec's: only the schedule differs
-            self._pipeline = Pipeline(
-                self._model, self._optimizer, scene, bubbles=self._bubbles, overlap=overlap, transport=gloo
+            self._pipeline = PrioritizedPipeline(
+                self._model, self._optimizer, profiler=self._bubbles, overlap=overlap, transport=gloo
             )
 
     def turn(self, label: str) -> None:
@@ -232,8 +233,8 @@ class Way:
         return [(label, sent, one) for (label, sent), one in zip(self.turns, found, strict=True)]
 
     def _steps(self) -> Iterator[Any]:
-        if isinstance(self._pipeline, Pipeline):
-            yield from self._pipeline
+        if isinstance(self._pipeline, PrioritizedPipeline):
+            yield from outputs(self._pipeline, self._scene)
             return
         with record_transfers(self._bubbles):
             yield from self._plainly() if self._pipeline is None else self._sparse_dist(self._pipeline)

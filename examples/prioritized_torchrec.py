@@ -1,4 +1,4 @@
-"""A TorchRec model whose rows travel behind compute: another sharder, and a pipeline instead of the loop.
+"""Prioritized embedding communication (PEC) in a TorchRec trainer: another sharder, and another pipeline.
 
 torchrun --nproc-per-node 2 examples/prioritized_torchrec.py
 """
@@ -22,14 +22,14 @@ ITEMS, DIM, BATCH = 5_000, 16, 32
 
 @dataclass
 class Batch:
-    """What the loader gives."""
+    """A batch of the data loader."""
 
     ids: KeyedJaggedTensor
     label: Tensor
 
 
 def batches(rank: int, steps: int) -> Iterator[Batch]:
-    """Made-up users: whether the mean of what they clicked lies in the upper half."""
+    """Yield synthetic users, labeled by the mean of the items that they clicked."""
     rng = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         lengths = torch.randint(1, 20, (BATCH,), generator=rng)
@@ -39,7 +39,7 @@ def batches(rank: int, steps: int) -> Iterator[Batch]:
 
 
 class Model(nn.Module):
-    """In training it gives the loss, and what the loop is to see, as TorchRec's pipelines want it."""
+    """Returns the loss and the output, as TorchRec's pipelines expect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +62,17 @@ def main() -> None:
     model = DistributedModelParallel(Model(), sharders=sharders, device=torch.device("cpu"))
     dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("rows.")]
     optimizer = torch.optim.Adam(dense, lr=0.01)
-    pipeline = fs.Pipeline(model, optimizer, batches(dist.get_rank(), steps=200))
-    losses = [float(loss) for loss in pipeline]
+    pipeline: fs.PrioritizedPipeline[Batch] = fs.PrioritizedPipeline(model, optimizer)
+    dataloader_iter, losses = batches(dist.get_rank(), steps=200), []
+    while True:
+        try:
+            losses.append(float(pipeline.progress(dataloader_iter)))
+        except StopIteration:
+            break
     if dist.get_rank() == 0:
         print(f"loss {sum(losses[:20]) / 20:.3f} at first, {sum(losses[-20:]) / 20:.3f} at the end")
-        print(f"held beside the step: {pipeline.held.rows / 1e3:.0f} kB of rows, {pipeline.held.ids / 1e3:.0f} of ids")
+        peak = pipeline.peak_memory
+        print(f"overlap held at most {peak.rows / 1e3:.0f} kB of rows and {peak.ids / 1e3:.0f} kB of ids")
     dist.destroy_process_group()
 
 

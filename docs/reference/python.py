@@ -15,7 +15,7 @@ custom models by their full path.
 _SECTIONS = {
     "Balance": ["integrations.ddp.BalancedLoader", "balance.cost.Cost", "balance.assign.assign"],
     "Embeddings": [
-        "integrations.pipeline.Pipeline",
+        "integrations.pipeline.PrioritizedPipeline",
         "integrations.torchrec.PrioritizedEmbeddingSharder",
         "integrations.torchrec.TransportEmbeddingSharder",
     ],
@@ -31,7 +31,7 @@ _COLUMNS = 116
 def page() -> str:
     """Every public name with its signature and docstring, and its methods with their first paragraph."""
     shown = {name.rpartition(".")[2] for names in _SECTIONS.values() for name in names}
-    if missing := set(freescale.__all__) - shown - set(_CONFIGS):
+    if missing := set(freescale.__all__) - shown - set(_CONFIGS) - {"balance", "errors"}:
         raise SystemExit(f"public names missing from docs/reference/python.py: {sorted(missing)}")
     parts = [_HEAD]
     for heading, names in _SECTIONS.items():

@@ -1,6 +1,6 @@
 """FreeScale: distributed training of sequence recommendation models without bubbles.
 
-Public names load when they are first used, so that `import freescale` is quick and imports no torch.
+Public names are imported on first use, so `import freescale` is fast and does not import torch.
 """
 
 import importlib
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from freescale import balance as balance
+    from freescale import errors as errors
     from freescale.balance.cost import Cost as Cost
     from freescale.bubbles.step_profiler import StepProfiler as StepProfiler
     from freescale.config.schema import BalanceConfig as BalanceConfig
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from freescale.data.batch import Events as Events
     from freescale.data.loader import Loader as Loader
     from freescale.integrations.ddp import BalancedLoader as BalancedLoader
-    from freescale.integrations.pipeline import Pipeline as Pipeline
     from freescale.integrations.torchrec import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
+    from freescale.integrations.torchrec import PrioritizedPipeline as PrioritizedPipeline
     from freescale.integrations.torchrec import TransportEmbeddingSharder as TransportEmbeddingSharder
 
-_ROOMS = {
+_NAMES_BY_MODULE = {
     "balance.cost": ["Cost"],
     "integrations.ddp": ["BalancedLoader"],
     "bubbles.step_profiler": ["StepProfiler"],
@@ -35,20 +36,20 @@ _ROOMS = {
     ],
     "data.batch": ["Batch", "Events"],
     "data.loader": ["Loader"],
-    "integrations.pipeline": ["Pipeline"],
-    "integrations.torchrec": ["PrioritizedEmbeddingSharder", "TransportEmbeddingSharder"],
+    "integrations.torchrec": ["PrioritizedEmbeddingSharder", "PrioritizedPipeline", "TransportEmbeddingSharder"],
 }
-_HOMES = {name: f"freescale.{room}" for room, names in _ROOMS.items() for name in names}
-__all__ = sorted(_HOMES)
+_MODULE_OF = {name: f"freescale.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULES = ("balance", "errors")
+__all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "balance":
-        return importlib.import_module("freescale.balance")
-    if name not in _HOMES:
+    if name in _MODULES:
+        return importlib.import_module(f"freescale.{name}")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'freescale' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

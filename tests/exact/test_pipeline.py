@@ -20,7 +20,7 @@ from freescale.transport.base import PendingWork
 from freescale.transport.c10d import C10d
 from tests.support import ListHandler
 from tests.support.ranks import Ranks, World
-from tests.support.torchrec_model import batches, sharded
+from tests.support.torchrec_model import batches, outputs, sharded
 from tests.support.training import Arrays, same
 
 STEPS, RUNS = 40, 8
@@ -65,9 +65,9 @@ def prioritized(
     model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=fused))
     rates = optimizer_of(model)
     ways = TransportConfig(urgent=way, deferred=way)
-    pipeline = fs.Pipeline(model, rates, batches(world, 1, steps, shared), overlap=overlap, transport=ways)
+    pipeline = fs.PrioritizedPipeline(model, rates, overlap=overlap, transport=ways)
     losses = []
-    for step, (loss, _) in enumerate(pipeline):
+    for step, (loss, _) in enumerate(outputs(pipeline, batches(world, 1, steps, shared))):
         losses.append(float(loss))
         slow_down(rates)
         if step % 50 == 7:
@@ -83,8 +83,8 @@ def until_a_loader_ends(world: World, counts: list[int], overlap: bool) -> tuple
     log._logged.clear()  # a rank logs the same text once
     handler = ListHandler()
     with log.handled_by(handler):
-        pipeline = fs.Pipeline(model, optimizer_of(model), loader, overlap=overlap, timeout=60.0)
-        losses = [float(loss) for loss, _ in pipeline]
+        pipeline = fs.PrioritizedPipeline(model, optimizer_of(model), overlap=overlap, timeout=60.0)
+        losses = [float(loss) for loss, _ in outputs(pipeline, loader)]
         pipeline.close()
     return losses, held(model), [text for text in handler.messages if "not trained on" in text]
 
@@ -111,7 +111,7 @@ def plainly(
     """TorchRec's own loop; its rows take TorchRec's way, or one of ours."""
     fused = {"optimizer": FUSED[optimizer], "learning_rate": 0.1}
     plain = EmbeddingCollectionSharder(fused_params=fused)
-    model = sharded(world, plain if way is None else fs.TransportEmbeddingSharder(way=way, fused_params=fused))
+    model = sharded(world, plain if way is None else fs.TransportEmbeddingSharder(transport=way, fused_params=fused))
     rates, losses = optimizer_of(model), []
     for batch in batches(world, 1, steps, shared):
         rates.zero_grad()
@@ -146,16 +146,16 @@ def delayed(world: World, runs: int) -> list[tuple[list[float], Arrays]]:
             seconds = float(rng.exponential(4e-4) * rng.integers(0, 2))
         time.sleep(seconds)
 
-    start, wait, backward = C10d._start, PendingWork.wait, fs.Pipeline.backward
+    start, wait, backward = C10d._start, PendingWork.wait, fs.PrioritizedPipeline.backward
     C10d._start = lambda *words: (late(), start(*words))[1]  # type: ignore[method-assign]
     PendingWork.wait = lambda self: (late(), wait(self))[1]  # type: ignore[method-assign]
     # DDP adds gradients up inside of it.
-    fs.Pipeline.backward = lambda *words: (late(), backward(*words))[1]  # type: ignore[method-assign]
+    fs.PrioritizedPipeline.backward = lambda *words: (late(), backward(*words))[1]  # type: ignore[method-assign]
     try:
         ways: list[TransportName] = ["c10d", "shared_memory"]
         return [prioritized(world, "rowwise_adagrad", 0.3, 8, True, ways[run % 2]) for run in range(runs)]
     finally:
-        C10d._start, PendingWork.wait, fs.Pipeline.backward = start, wait, backward  # type: ignore[method-assign]
+        C10d._start, PendingWork.wait, fs.PrioritizedPipeline.backward = start, wait, backward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

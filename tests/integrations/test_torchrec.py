@@ -1,4 +1,4 @@
-"""Promise: a pipeline fits around somebody's TorchRec model; what it cannot do exactly it refuses, with the reason."""
+"""PrioritizedPipeline trains any TorchRec model, and refuses with a reason what it cannot do exactly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import freescale as fs
 from freescale.embedding.prioritized import EmbeddingMemory
 from freescale.errors import ConfigError, FreeScaleError, UsageError
+from freescale.integrations.batches import move_to_device
+from freescale.integrations.torchrec import events_from_keyed_jagged, keyed_jagged_from_events
 from tests.support.ranks import Ranks, World
-from tests.support.torchrec_model import Batch, Theirs, batches, sharded
+from tests.support.torchrec_model import Batch, UserModel, batches, outputs, sharded
 
 _DECAY = {
     "weight_decay": 0.1,
@@ -33,9 +35,9 @@ def model_of(world: World, prioritized: bool, **changes: Any) -> DistributedMode
     return sharded(world, kind(fused_params=FUSED | changes))
 
 
-def pipeline_of(model: DistributedModelParallel, loader: Any, **more: Any) -> fs.Pipeline[Batch]:
+def pipeline_of(model: DistributedModelParallel, **options: Any) -> fs.PrioritizedPipeline[Batch]:
     dense = [p for name, p in model.named_parameters() if "embeddings" not in name]
-    return fs.Pipeline(model, torch.optim.SGD(dense, lr=0.05), loader, **more)
+    return fs.PrioritizedPipeline(model, torch.optim.SGD(dense, lr=0.05), **options)
 
 
 def load(model: DistributedModelParallel, state: Any) -> None:
@@ -44,7 +46,7 @@ def load(model: DistributedModelParallel, state: Any) -> None:
 
 def train(model: DistributedModelParallel, loader: Iterator[Batch], prioritized: bool) -> list[float]:
     if prioritized:
-        return [float(loss) for loss, _ in pipeline_of(model, loader)]
+        return [float(loss) for loss, _ in outputs(pipeline_of(model), loader)]
     optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "embeddings" not in name], lr=0.05)
     losses = []
     for batch in loader:
@@ -82,7 +84,7 @@ def interrupted(world: World, evaluate: bool) -> list[float]:
     """Losses of a training, in the middle of which somebody else may use the model."""
     model = model_of(world, True)
     losses, held_out = [], next(batches(world, 9, 1, 0.5))
-    for step, (loss, _) in enumerate(pipeline_of(model, batches(world, 1, 12, 0.5))):
+    for step, (loss, _) in enumerate(outputs(pipeline_of(model), batches(world, 1, 12, 0.5))):
         losses.append(float(loss))
         if evaluate and step % 4 == 1:
             model.eval()
@@ -107,7 +109,7 @@ def stepped_aside(world: World) -> bool:
         model = model_of(world, True)
         losses = []
         middle = list(batches(world, 7, 1, 1.0))
-        for step, (loss, _) in enumerate(pipeline_of(model, batches(world, 1, 8, 1.0), overlap=aside)):
+        for step, (loss, _) in enumerate(outputs(pipeline_of(model, overlap=aside), batches(world, 1, 8, 1.0))):
             losses.append(float(loss))
             if step == 4:
                 train(model, iter(middle), prioritized=False)
@@ -128,7 +130,7 @@ def refused(world: World, what: str) -> str:
     return "accepted"
 
 
-class Changing(Theirs):
+class Changing(UserModel):
     """Looks up other ids than the batch holds."""
 
     def forward(self, batch: Batch) -> Any:
@@ -139,20 +141,20 @@ class Changing(Theirs):
 
 def _other_ids(world: World) -> None:
     model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params=FUSED), Changing)
-    for _ in pipeline_of(model, batches(world, 1, 3, 0.1)):
+    for _ in outputs(pipeline_of(model), batches(world, 1, 3, 0.1)):
         pass
 
 
 def _hidden_features(world: World) -> None:
     loader = ({"inside": [batch]} for batch in batches(world, 1, 3, 0.1))
-    for _ in pipeline_of(model_of(world, True), loader):
+    for _ in outputs(pipeline_of(model_of(world, True)), loader):
         pass
 
 
 _DO = {
     "adam": lambda world: model_of(world, True, optimizer=EmbOptimType.ADAM),
     "decay": lambda world: model_of(world, True, **_DECAY),
-    "plain": lambda world: pipeline_of(model_of(world, False), []),
+    "plain": lambda world: pipeline_of(model_of(world, False)),
     "other ids": _other_ids,
     "hidden": _hidden_features,
 }
@@ -180,14 +182,14 @@ def test_what_would_not_be_exact_is_refused_with_the_reason(
 def memory(world: World) -> tuple[EmbeddingMemory, EmbeddingMemory]:
     """What was held between steps, and what one batch needs at most: ids, rows, gradients; asked here and there."""
     loader = list(batches(world, 1, 30, 0.3))
-    pipeline = pipeline_of(model_of(world, True), loader)
-    for _ in pipeline:
+    pipeline = pipeline_of(model_of(world, True))
+    for _ in outputs(pipeline, loader):
         pass
     ids = max(len(batch.ids.values()) for batch in batches(world, 1, 30, 0.3))
     most = torch.tensor(ids)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     asked = int(most) * world.ranks
-    return pipeline.held, EmbeddingMemory(8 * asked, 64 * asked, 64 * asked)
+    return pipeline.peak_memory, EmbeddingMemory(8 * asked, 64 * asked, 64 * asked)
 
 
 def test_between_steps_one_batch_of_rows_is_held_one_of_gradients_and_two_of_ids(groups: dict[int, Ranks]) -> None:
@@ -195,3 +197,71 @@ def test_between_steps_one_batch_of_rows_is_held_one_of_gradients_and_two_of_ids
         assert 0 < held.rows <= of_batch.rows
         assert held.gradients <= of_batch.gradients
         assert 0 < held.ids <= 2 * 2 * of_batch.ids  # of each batch, those wanted and those asked for
+
+
+def epochs(world: World, read_to_the_end: bool) -> list[float]:
+    """Losses of three epochs, each with a new iterator. The end of an epoch is a count or StopIteration."""
+    pipeline, losses = pipeline_of(model_of(world, True), timeout=60.0), []
+    for epoch in range(3):
+        if read_to_the_end:
+            losses += [float(loss) for loss, _ in outputs(pipeline, batches(world, epoch, 4, 0.5))]
+        else:
+            iterator = batches(world, epoch, 4, 0.5)
+            losses += [float(pipeline.progress(iterator)[0]) for _ in range(4)]
+    pipeline.close()
+    return losses
+
+
+def test_a_new_iterator_continues_training(groups: dict[int, Ranks]) -> None:
+    results = groups[2].run(epochs, True)
+    assert [len(losses) for losses in results] == [12, 12]
+    assert groups[2].run(epochs, False) == results
+
+
+def stopped(world: World) -> list[bool]:
+    """Whether `progress` raises StopIteration at every call after the end, without waiting for other ranks."""
+    pipeline, iterator = pipeline_of(model_of(world, True), timeout=60.0), batches(world, 1, 2, 0.5)
+    assert len(list(outputs(pipeline, iterator))) == 2
+    raised = []
+    for _ in range(1 + 2 * world.rank):
+        try:
+            pipeline.progress(iterator)
+        except StopIteration:
+            raised.append(True)
+    return raised
+
+
+def test_progress_raises_stop_iteration_again_after_the_end(groups: dict[int, Ranks]) -> None:
+    assert groups[2].run(stopped) == [[True], [True] * 3]
+
+
+class Moving:
+    """A batch with a `to` of its own."""
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+
+    def to(self, device: torch.device) -> "Moving":
+        self.device = device
+        return self
+
+
+def test_batches_of_any_form_are_moved_to_the_device() -> None:
+    meta, jagged = torch.device("meta"), KeyedJaggedTensor(["a"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    batch = {"tensor": torch.ones(2), "jagged": jagged, "nested": [(torch.ones(1), 3)], "own": Moving(), "word": "x"}
+    moved = move_to_device(batch, meta)
+    assert moved["tensor"].device == moved["nested"][0][0].device == moved["jagged"].device() == meta
+    assert (moved["own"].device, moved["word"], moved["nested"][0][1]) == (meta, "x", 3)
+    assert move_to_device(Batch(jagged, torch.ones(2)), meta).labels.device == meta
+
+
+def test_keyed_jagged_tensors_convert_to_events_and_back() -> None:
+    lengths = torch.tensor([2, 0, 1, 0, 3, 1])
+    features = KeyedJaggedTensor(keys=["item", "shop"], values=torch.arange(7), lengths=lengths)
+    events = events_from_keyed_jagged(features)
+    assert events["shop"].lengths.tolist() == [0, 3, 1]
+    assert events["shop"]["shop"].tolist() == [3, 4, 5, 6]
+    back = keyed_jagged_from_events(events)
+    assert back.keys() == features.keys()
+    assert torch.equal(back.values(), features.values())
+    assert torch.equal(back.lengths(), features.lengths())

@@ -1,6 +1,6 @@
-"""A model of somebody who trains with TorchRec: three features over two tables of one width, one over a third."""
+"""A TorchRec model as a user writes it: three features over two tables of one width, and one over a third table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,14 @@ FEATURES = {"clicked": ITEMS, "bought": ITEMS, "user": USERS, "shop": SHOPS}
 
 @dataclass
 class Batch:
-    """What their loader gives."""
+    """A batch of the user's data loader."""
 
     ids: KeyedJaggedTensor
     labels: Tensor
 
 
-class Theirs(nn.Module):
-    """Sums of rows through a small net to a loss; nothing in it knows how rows travel."""
+class UserModel(nn.Module):
+    """A user's model: pooled rows through a small network to a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,10 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, values)
 
 
-def sharded(world: World, sharder: EmbeddingCollectionSharder, kind: type[Theirs] = Theirs) -> DistributedModelParallel:
-    """The model over all ranks, with the same weights whoever shards it."""
+def sharded(
+    world: World, sharder: EmbeddingCollectionSharder, kind: type[UserModel] = UserModel
+) -> DistributedModelParallel:
+    """Return the model sharded over all ranks, with the same weights for every sharder."""
     torch.manual_seed(5)
     model = kind()
     planner = EmbeddingShardingPlanner(
@@ -82,8 +84,19 @@ def sharded(world: World, sharder: EmbeddingCollectionSharder, kind: type[Theirs
     return parallel
 
 
+def outputs(pipeline: Any, loader: Iterable[Any]) -> Iterator[Any]:
+    """Train until a rank has no batch, and yield the output of each step."""
+    batches_of_rank = iter(loader)
+    while True:
+        try:
+            output = pipeline.progress(batches_of_rank)
+        except StopIteration:
+            return
+        yield output
+
+
 def batches(world: World, seed: int, steps: int, shared: float) -> Iterator[Batch]:
-    """Batches of unequal sizes. `shared`: about which part of a batch's ids the one before has too."""
+    """Yield batches of unequal sizes. `shared`: approximate share of ids that the previous batch has too."""
     rng = np.random.default_rng([seed, world.rank])
     for step in range(steps):
         size = int(rng.integers(1, 6))
@@ -100,7 +113,7 @@ def batches(world: World, seed: int, steps: int, shared: float) -> Iterator[Batc
 
 
 def _ids(rng: np.random.Generator, count: int, rows: int, step: int, shared: float) -> np.ndarray[Any, Any]:
-    """Ids of odd and even steps are apart, but for a share of them."""
+    """Return ids. Those of odd and even steps are disjoint, except for a share of them."""
     own = rng.integers(0, rows // 3, count) + (step % 2) * (rows // 3)
     common = rng.integers(0, rows // 3, count) + 2 * (rows // 3)
     return np.where(rng.random(count) < shared, common, own)

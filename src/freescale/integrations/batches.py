@@ -6,6 +6,7 @@ words are not of samples, and stay. Anything else is refused: it would stay behi
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -104,6 +105,25 @@ def scaled(batch: B, scale: float) -> B:
         return batch
     remedy = "let the loader's collate_fn give a dict or a dataclass of tensors, a row per sample"
     raise DataError(f"a batch of type {type(batch).__name__} cannot carry its loss scale", remedy=remedy)
+
+
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Return a batch on a device: tensors, objects with `to` (TorchRec's Pipelineable), and containers of them."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if callable(getattr(value, "to", None)):
+        accepted = inspect.signature(value.to).parameters
+        non_blocking = "non_blocking" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        return value.to(device, non_blocking=True) if non_blocking else value.to(device)
+    if isinstance(value, Mapping):
+        return {name: move_to_device(item, device) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [move_to_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = {f.name: move_to_device(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **moved)
+    return value
 
 
 def _require_rows(path: str, values: Tensor, samples: int) -> None:

@@ -1,13 +1,13 @@
-"""Prioritized embeddings in somebody else's training: their model in DistributedModelParallel, their optimizer, loader.
+"""Trains other people's TorchRec models with prioritized embedding communication (PEC).
 
-A pipeline runs the schedule that the trainer runs. While a batch is computed, the rows of the next one are fetched, but
-for those that this batch changes; what is learnt is what the plain loop learns. Nothing is traced or rewritten: the
-pipeline finds the KeyedJaggedTensor of a batch that holds the features of a collection, and a collection that is asked
-for anything else says so.
+The pipeline runs the schedule of the trainer: while a batch is computed, it fetches the rows of the next batch, except
+those that the current batch changes. The training result is that of the plain loop. Nothing is traced or rewritten: the
+pipeline finds the KeyedJaggedTensor of a batch with the features of a collection, and refuses lookups of other ids.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from operator import length_hint
 from typing import Any, Generic, TypeVar
 
@@ -15,18 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.train_pipeline import TrainPipeline
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.config import TransportConfig
-from freescale.embedding.fused import FusedCollection, FusedShard
+from freescale.embedding.fused import FusedCollection, FusedShard, fused_kernel
 from freescale.embedding.ids import deduplicate
 from freescale.embedding.prioritized import EmbeddingContext, EmbeddingMemory, require
 from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.tables import Table
 from freescale.errors import UsageError
-from freescale.integrations.torchrec import PrioritizedEmbeddingCollection, Serve
+from freescale.integrations.batches import move_to_device
 from freescale.log import warning_once
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Operation, overlapped, serial
@@ -36,218 +41,310 @@ from freescale.transport.selection import select_transports
 from freescale.transport.world import from_group
 
 B = TypeVar("B")
+Serve = Callable[[KeyedJaggedTensor], dict[str, JaggedTensor] | None]
+"""Returns the prefetched rows of these features; None if there are none."""
+
+
+class PrioritizedEmbeddingCollection(ShardedEmbeddingCollection):
+    """TorchRec's sharded collection, whose rows a pipeline may provide."""
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        fused_kernel(self)  # raises where the result would not be exact
+        self._serve: Serve | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def tables(self) -> list[EmbeddingConfig]:
+        """The configs of its tables."""
+        return self._embedding_configs
+
+    @property
+    def env(self) -> ShardingEnv:
+        """The ranks over which it is sharded."""
+        return self._env
+
+    def serve_from(
+        self, serve: Serve, *, synchronize: Callable[[], None], discard_prefetched: Callable[[], None]
+    ) -> None:
+        """Take rows from `serve` instead of any earlier one.
+
+        `synchronize` runs before the state dict is read, `discard_prefetched` before a state dict is loaded.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._serve = serve
+        self._hooks = [self.register_state_dict_pre_hook(lambda *_: synchronize())]
+        self._hooks.append(self.register_load_state_dict_pre_hook(lambda *_: discard_prefetched()))
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
+        """Return the rows of every id, by feature."""
+        rows = None if self._serve is None else self._serve(features)
+        return super().forward(features) if rows is None else rows
 
 
 @dataclass
-class Flight(Generic[B]):
-    """One batch on its way."""
+class BatchState(Generic[B]):
+    """What one operation of a step leaves for the next ones, for one batch."""
 
     batch: B | None
-    """As the loader gave it. None when the loader of this rank has ended."""
+    """As the data loader yields it. None once the loader of this rank has ended."""
     embedding: EmbeddingContext = field(default_factory=EmbeddingContext)
     features: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
-    """Of each collection."""
-    places: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """Of each feature of a collection: where its ids stand among the distinct ones of their table."""
+    """By collection."""
+    inverse: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """By collection and feature: positions of its ids among the unique ids of their table."""
     on_device: B | None = None
     losses: Tensor | None = None
     output: Any = None
 
 
-class Pipeline(Generic[B]):
-    """Trains on the batches of a loader and gives the model's output for each, as TorchRec's pipelines do:
+class PrioritizedPipeline(TrainPipeline[Any, Any], Generic[B]):
+    """Trains with prioritized embedding communication (PEC), through TorchRec's TrainPipeline interface:
 
-    for output in fs.Pipeline(model, optimizer, loader): ...
+    pipeline = fs.PrioritizedPipeline(model, optimizer)
+    output = pipeline.progress(dataloader_iter)
 
-    In training the model gives (losses, output). Where ranks have unequal numbers of batches, all stop after the last
-    step for which every rank has one, and a rank that has batches left logs how many. `features`: which
-    KeyedJaggedTensors a batch holds, where they are not fields of it. `bubbles`: records where the time goes.
-    `transport`: which way rows take; probed without.
+    The model returns (losses, output) in training. Batches are moved to `device`, which defaults to the model's. Where
+    ranks have unequal numbers of batches, all stop after the last step for which every rank has a batch, and a rank
+    with batches left logs how many. `features` returns the KeyedJaggedTensors of a batch where they are not its
+    fields. `profiler` records where the time goes. `transport` selects the transports; by default they are probed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Iterable[B],
+        device: torch.device | None = None,
         *,
         features: Callable[[B], Sequence[KeyedJaggedTensor]] | None = None,
-        device: torch.device | None = None,
-        bubbles: StepProfiler | None = None,
+        profiler: StepProfiler | None = None,
         timeout: float = 600.0,
         overlap: bool = True,
         transport: TransportConfig | None = None,
     ) -> None:
-        self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._features, self._device = features or _fields_of, device or torch.device("cpu")
-        found = [(n, m) for n, m in model.named_modules() if isinstance(m, PrioritizedEmbeddingCollection)]
-        if not found:
+        super().__init__()
+        self._model, self._optimizer = model, optimizer
+        self._features, self._device = features or _jagged_fields, device or _device_of(model)
+        collections = [(n, m) for n, m in model.named_modules() if isinstance(m, PrioritizedEmbeddingCollection)]
+        if not collections:
             remedy = "give DistributedModelParallel sharders=[fs.PrioritizedEmbeddingSharder()]"
             raise UsageError("the model has no prioritized embeddings", remedy=remedy)
-        self._collections = dict(found)
-        group = next(iter(self._collections.values())).env.process_group
+        self._collections = dict(collections)
+        group = collections[0][1].env.process_group
         assert group is not None
         overlaps = overlap and group.size() > 1
         world = from_group(group, self._device, timeout=timeout)
-        ways = select_transports(world, transport or TransportConfig(), deferred=overlaps)
-        self._tables = ShardedTables(*_own_rows(self._collections), ways.urgent)
-        _require_even(self._tables, group)
+        transports = select_transports(world, transport or TransportConfig(), deferred=overlaps)
+        self._tables = ShardedTables(*_local_shards(self._collections), transports.urgent)
+        _require_equal_blocks(self._tables, group)
         self._shard: FusedShard = self._tables.shard  # type: ignore[assignment]
-        if bubbles is not None:
-            ways.urgent.add_tracer(bubbles.recorder.begin_transfer)
-        recorder = None if bubbles is None else bubbles.recorder
+        if profiler is not None:
+            transports.urgent.add_tracer(profiler.recorder.begin_transfer)
+        recorder = None if profiler is None else profiler.recorder
         schedule = require_safe(overlapped(agrees=False) if overlaps else serial(sharded=True, agrees=False))
         operations = operation_table(self, self._tables)
-        self._runner = ScheduleRunner(schedule, operations, self._tables, ways, recorder, self._device)
+        self._runner = ScheduleRunner(schedule, operations, self._tables, transports, recorder, self._device)
         self._rank = group.rank()
         self._divisor = group.size() if get_gradient_division() else 1
-        self._computing: Flight[B] | None = None
-        for path, collection in found:
-            collection.served(self._served(path), settle=self.settle, forget=self.forget)
+        self._computing: BatchState[B] | None = None
+        self.reset()
+        for path, collection in collections:
+            serve = self._serve_rows(path)
+            collection.serve_from(serve, synchronize=self.synchronize, discard_prefetched=self.discard_prefetched)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Train on the batches of the loader, until it ends on some rank."""
-        batches, steps = iter(self._loader), 0
-        flight: Flight[B] = _flight(next(batches, None))
-        try:
-            while not flight.embedding.canceled:
-                following: Flight[B] = _flight(next(batches, None), before=flight.embedding)
-                self._runner.run(flight, following)
-                if not flight.embedding.canceled:
-                    steps += 1
-                    yield flight.output
-                    keep = following.embedding.canceled or following is self._runner.executor.prefetched
-                    flight = following if keep else _flight(following.batch)
-            self._log_leftover(flight, steps)
-        finally:
-            self.forget()
+    def progress(self, dataloader_iter: Iterator[B]) -> Any:
+        """Run one training step and return the model's output. Raise StopIteration once a rank has no batch.
 
-    def settle(self) -> None:
-        """Bring the tables to where they stand after the last step. Called by itself before they are read or saved."""
+        A batch is read ahead. With a new iterator, training continues with that batch, as in TorchRec's pipelines.
+        """
+        if dataloader_iter is self._ended:
+            raise StopIteration
+        if not self._model.training:
+            remedy = "call model.train(); evaluate by calling the model itself"
+            raise UsageError("the pipeline trains, but the model is in eval mode", remedy=remedy)
+        if dataloader_iter is not self._iterator:
+            self._switch_to(dataloader_iter)
+        state = self._next_state(dataloader_iter)
+        if not state.embedding.canceled:
+            batch = self._draw(dataloader_iter)
+            context = EmbeddingContext(previous=state.embedding, exhausted=batch is None)
+            self._following = BatchState(batch, context)
+            self._runner.run(state, self._following)
+        if state.embedding.canceled:
+            self._log_leftover(state)
+            self.reset()
+            self._ended = dataloader_iter
+            raise StopIteration
+        self._steps += 1
+        return state.output
+
+    def reset(self) -> None:
+        """Drop the batch that was read ahead, as TorchRec's pipelines do."""
+        self.discard_prefetched()
+        self._following: BatchState[B] | None = None
+        self._iterator: Iterator[B] | None = None
+        self._ended: Iterator[B] | None = None
+        self._steps = self._drawn = 0
+
+    def synchronize(self) -> None:
+        """Apply all gradients of the last step to the tables. Called automatically before tables are read or saved."""
         self._runner.executor.synchronize()
 
-    def forget(self) -> None:
-        """Drop rows that were fetched ahead, since somebody else changes the tables."""
+    def discard_prefetched(self) -> None:
+        """Drop prefetched rows, because the tables are about to change outside of the pipeline."""
         self._runner.executor.discard_prefetched()
 
     def close(self) -> None:
-        """End what runs beside the step."""
+        """End the thread of the deferred lane."""
         self._runner.executor.close()
 
     @property
-    def held(self) -> EmbeddingMemory:
-        """The most bytes that batches under way held on this rank between two steps."""
+    def peak_memory(self) -> EmbeddingMemory:
+        """The most bytes that unfinished batches held on this rank between two steps."""
         return self._runner.peak_bytes
 
-    def _log_leftover(self, flight: Flight[B], steps: int) -> None:
-        """Say what this rank did not train on because another one has no batch for the step of `flight`."""
-        if flight.batch is not None:
-            left = max(1, length_hint(self._loader) - steps)
-            ended = ", ".join(map(str, require(flight.embedding.plan).exhausted))
+    def _switch_to(self, dataloader_iter: Iterator[B]) -> None:
+        """Read from another iterator. A batch that was read ahead is kept if every rank has one."""
+        self.synchronize()
+        following = self._following
+        if following is not None and following.embedding.canceled:
+            self._log_leftover(following)
+        if following is not None and (following.embedding.canceled or following.batch is None):
+            self.reset()
+        self._iterator, self._ended, self._drawn = dataloader_iter, None, 0
+
+    def _next_state(self, dataloader_iter: Iterator[B]) -> BatchState[B]:
+        """Return the batch that was read ahead, with its rows if those are still valid; else the first batch."""
+        following = self._following
+        if following is None:
+            batch = self._draw(dataloader_iter)
+        elif following.embedding.canceled or following is self._runner.executor.prefetched:
+            return following
+        else:
+            batch = following.batch
+        return BatchState(batch, EmbeddingContext(exhausted=batch is None))
+
+    def _draw(self, dataloader_iter: Iterator[B]) -> B | None:
+        batch = next(dataloader_iter, None)
+        self._drawn += batch is not None
+        return batch
+
+    def _log_leftover(self, state: BatchState[B]) -> None:
+        """Log the batches that this rank does not train on because another rank has no batch for this step."""
+        if state.batch is not None:
+            read = {id(s): s for s in (state, self._following) if s is not None and s.batch is not None}
+            # The iterators of DataLoader have the length of the loader, others that of what is left.
+            iterator = self._iterator
+            remaining = len(iterator) - self._drawn if isinstance(iterator, Sized) else length_hint(iterator)
+            exhausted = ", ".join(map(str, require(state.embedding.plan).exhausted))
             warning_once(
-                f"pipeline: rank {self._rank} has at least {left} batches left that are not trained on, "
-                f"since the loaders of these ranks ended after step {steps}: {ended}"
+                f"pipeline: rank {self._rank} has at least {len(read) + max(0, remaining)} batches left that are not "
+                f"trained on, since the loaders of these ranks ended after step {self._steps}: {exhausted}"
             )
 
-    def prepare(self, flight: Flight[B], _: Operation) -> None:
-        """Bring the batch to the device and find the distinct ids of every table."""
-        if flight.batch is None:
+    def prepare(self, state: BatchState[B], _: Operation) -> None:
+        """Move the batch to the device and find the unique ids of every table."""
+        if state.batch is None:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            flight.embedding.unique_ids = {
+            state.embedding.unique_ids = {
                 table.name: deduplicate(nothing, rows=table.rows) for table in self._tables.tables
             }
             return
-        move = getattr(flight.batch, "to", None)
-        flight.on_device = flight.batch if move is None else move(self._device, non_blocking=True)
-        found = list(self._features(flight.on_device))
-        wanted = {}
+        state.on_device = move_to_device(state.batch, self._device)
+        jagged = list(self._features(state.on_device))
+        unique_ids = {}
         for path, collection in self._collections.items():
             names = [feature for table in collection.tables for feature in table.feature_names]
-            flight.features[path] = _holding(found, names, path)
-            of_feature = flight.features[path].to_dict()
+            state.features[path] = _find_features(jagged, names, path)
+            by_feature = state.features[path].to_dict()
             for table in collection.tables:
-                ids = [of_feature[feature].values() for feature in table.feature_names]
-                one = deduplicate(torch.cat(ids), rows=table.num_embeddings)
-                wanted[_name(path, table.name)] = one
-                places = one.inverse.split([len(some) for some in ids])
-                flight.places |= {(path, f): place for f, place in zip(table.feature_names, places, strict=True)}
-        flight.embedding.unique_ids = wanted
+                ids = [by_feature[feature].values() for feature in table.feature_names]
+                unique = deduplicate(torch.cat(ids), rows=table.num_embeddings)
+                unique_ids[_table_name(path, table.name)] = unique
+                inverse = unique.inverse.split([len(values) for values in ids])
+                state.inverse |= {(path, name): part for name, part in zip(table.feature_names, inverse, strict=True)}
+        state.embedding.unique_ids = unique_ids
 
-    def agree(self, _: Flight[B], __: Operation) -> None:
+    def agree(self, _: BatchState[B], __: Operation) -> None:
         """Do nothing: TorchRec averages over ranks, so no schedule of a pipeline exchanges a count."""
 
-    def forward(self, flight: Flight[B], _: Operation) -> None:
-        """Run their model; rows come from those that were fetched. Learning rates are those that are set by now."""
+    def forward(self, state: BatchState[B], _: Operation) -> None:
+        """Run the model on the prefetched rows. The learning rates of the tables are read here, as in TorchRec."""
         with self._shard.lr_lock:
             self._optimizer.zero_grad()
-        flight.embedding.lr = self._shard.learning_rates()
-        for values in require(flight.embedding.rows).values():
+        state.embedding.lr = self._shard.learning_rates()
+        for values in require(state.embedding.rows).values():
             values.requires_grad_()
-        self._computing = flight
+        self._computing = state
         try:
-            flight.losses, flight.output = self._model(flight.on_device)
+            state.losses, state.output = self._model(state.on_device)
         finally:
             self._computing = None
 
-    def backward(self, flight: Flight[B], _: Operation) -> None:
-        """Gradients of rows and of the dense part. TorchRec means over ranks, so rows do too."""
-        require(flight.losses).sum().backward()
-        flight.losses = None
-        for gradient in flight.embedding.row_gradients.values():
+    def backward(self, state: BatchState[B], _: Operation) -> None:
+        """Compute the gradients. TorchRec averages over ranks, so row gradients are divided too."""
+        require(state.losses).sum().backward()
+        state.losses = None
+        for gradient in state.embedding.row_gradients.values():
             gradient.div_(self._divisor)
 
-    def update_dense(self, _: Flight[B], __: Operation) -> None:
-        """Let their optimizer change the dense part. What it says about tables is their learning rate."""
+    def update_dense(self, _: BatchState[B], __: Operation) -> None:
+        """Step the user's optimizer: it updates the dense part and the learning rates of the tables."""
         with self._shard.lr_lock:
             self._optimizer.step()
 
-    def _served(self, path: str) -> Serve:
+    def _serve_rows(self, path: str) -> Serve:
         collection = self._collections[path]
-        tables = {feature: _name(path, t.name) for t in collection.tables for feature in t.feature_names}
+        tables = {feature: _table_name(path, t.name) for t in collection.tables for feature in t.feature_names}
 
         def serve(features: KeyedJaggedTensor) -> dict[str, JaggedTensor] | None:
-            flight = self._computing
-            if flight is None:
-                (self.forget if collection.training and torch.is_grad_enabled() else self.settle)()
+            state = self._computing
+            if state is None:
+                (self.discard_prefetched if collection.training and torch.is_grad_enabled() else self.synchronize)()
                 return None
-            _require_announced(features, flight.features[path], list(tables), path)
-            rows, of_feature = require(flight.embedding.rows), flight.features[path].to_dict()
-            values = {f: functional.embedding(flight.places[path, f], rows[table]) for f, table in tables.items()}
-            return {f: JaggedTensor(values=values[f], lengths=of_feature[f].lengths()) for f in tables}
+            _require_prefetched(features, state.features[path], list(tables), path)
+            rows, by_feature = require(state.embedding.rows), state.features[path].to_dict()
+            values = {f: functional.embedding(state.inverse[path, f], rows[table]) for f, table in tables.items()}
+            return {f: JaggedTensor(values=values[f], lengths=by_feature[f].lengths()) for f in tables}
 
         return serve
 
 
-def _flight(batch: B | None, before: EmbeddingContext | None = None) -> Flight[B]:
-    return Flight(batch, EmbeddingContext(previous=before, exhausted=batch is None))
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of DistributedModelParallel, else that of the first parameter or buffer."""
+    device = getattr(model, "device", None)
+    if isinstance(device, torch.device):
+        return device
+    return next((value.device for value in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
-def _own_rows(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:
-    """All tables of a model, and what keeps this rank's rows of them."""
-    named = {path: {t.name: _name(path, t.name) for t in one.tables} for path, one in collections.items()}
-    every = [(named[path][table.name], table) for path, one in collections.items() for table in one.tables]
-    tables = [Table(name, table.num_embeddings, table.embedding_dim) for name, table in every]
-    return tables, FusedShard([FusedCollection(one, named[path]) for path, one in collections.items()])
+def _local_shards(collections: Mapping[str, PrioritizedEmbeddingCollection]) -> tuple[list[Table], FusedShard]:
+    """Return all tables of a model, and this rank's shard of them."""
+    names = {path: {t.name: _table_name(path, t.name) for t in c.tables} for path, c in collections.items()}
+    configs = [(names[path][table.name], table) for path, c in collections.items() for table in c.tables]
+    tables = [Table(name, table.num_embeddings, table.embedding_dim) for name, table in configs]
+    return tables, FusedShard([FusedCollection(c, names[path]) for path, c in collections.items()])
 
 
-def _require_even(tables: ShardedTables, group: dist.ProcessGroup) -> None:
-    """Refuse a plan that deals rows in other blocks than TorchRec does by itself: their owners are computed."""
+def _require_equal_blocks(tables: ShardedTables, group: dist.ProcessGroup) -> None:
+    """Refuse a sharding plan with unequal blocks: the owner of a row is computed from equal ones."""
     state = tables.shard.state()
     for table in tables.tables:
-        expected, found = len(table.owned(group.rank(), group.size())), len(state[table.name])
-        if found != expected:
-            what = f"rank {group.rank()} has {found} of {table.rows} rows, where equal blocks have {expected}"
-            remedy = "plan it row_wise without sizes of your own"
+        expected, actual = len(table.owned(group.rank(), group.size())), len(state[table.name])
+        if actual != expected:
+            what = f"rank {group.rank()} has {actual} of {table.rows} rows, where equal blocks have {expected}"
+            remedy = "shard it row_wise without custom block sizes"
             raise UsageError(what, where=f"table '{table.name}'", remedy=remedy)
 
 
-def _name(path: str, table: str) -> str:
-    """Tables of two collections may have one name."""
+def _table_name(path: str, table: str) -> str:
+    """Return a name that is unique over the collections of a model."""
     return f"{path}/{table}"
 
 
-def _fields_of(batch: Any) -> list[KeyedJaggedTensor]:
-    """The KeyedJaggedTensors of a batch: itself, its items, or its fields."""
+def _jagged_fields(batch: Any) -> list[KeyedJaggedTensor]:
+    """Return the KeyedJaggedTensors of a batch: itself, its items, or its fields."""
     if isinstance(batch, KeyedJaggedTensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -259,26 +356,26 @@ def _fields_of(batch: Any) -> list[KeyedJaggedTensor]:
     return [value for value in values if isinstance(value, KeyedJaggedTensor)]
 
 
-def _holding(found: list[KeyedJaggedTensor], names: list[str], path: str) -> KeyedJaggedTensor:
-    """The one that holds the features of a collection."""
-    holding = [one for one in found if set(names) <= set(one.keys())]
-    if len(holding) == 1:
-        return holding[0]
-    what = f"{len(holding)} of the {len(found)} KeyedJaggedTensors of a batch hold the features {', '.join(names)}"
-    remedy = "say which there are: fs.Pipeline(..., features=lambda batch: [batch.of_users, batch.of_items])"
+def _find_features(jagged: list[KeyedJaggedTensor], names: list[str], path: str) -> KeyedJaggedTensor:
+    """Return the KeyedJaggedTensor with the features of a collection."""
+    matching = [tensor for tensor in jagged if set(names) <= set(tensor.keys())]
+    if len(matching) == 1:
+        return matching[0]
+    what = f"{len(matching)} of the {len(jagged)} KeyedJaggedTensors of a batch hold the features {', '.join(names)}"
+    remedy = "name them: fs.PrioritizedPipeline(..., features=lambda batch: [batch.users, batch.items])"
     raise UsageError(what, where=f"collection '{path}'", remedy=remedy)
 
 
-def _require_announced(
-    given_now: KeyedJaggedTensor, announced: KeyedJaggedTensor, names: Sequence[str], path: str
+def _require_prefetched(
+    features: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, names: Sequence[str], path: str
 ) -> None:
-    """Rows were fetched for what the batch holds; a model that asks for something else would get the wrong ones."""
-    if given_now is announced or given_now.values() is announced.values():
+    """Refuse a lookup of other ids than those of the batch: their rows were not fetched."""
+    if features is prefetched or features.values() is prefetched.values():
         return
-    now, then = given_now.to_dict(), announced.to_dict()
+    now, then = features.to_dict(), prefetched.to_dict()
     pairs = [(now[name], then[name]) for name in names if name in now]
     same = [torch.equal(a.values(), b.values()) and torch.equal(a.lengths(), b.lengths()) for a, b in pairs]
     if not all(same) or len(same) < len(names):
         what = "the model looks up other ids than the batch holds, so their rows were not fetched"
-        remedy = "let the loader change ids, or say what is looked up: fs.Pipeline(..., features=...)"
+        remedy = "change ids in the data loader, or return what is looked up: fs.PrioritizedPipeline(..., features=...)"
         raise UsageError(what, where=f"collection '{path}'", remedy=remedy)
