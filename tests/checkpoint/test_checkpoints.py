@@ -1,4 +1,4 @@
-"""Promise: a checkpoint is complete or not there, and what it holds is the moment at which it was asked for."""
+"""A checkpoint is complete or absent, and holds the state of the moment at which it was requested."""
 
 import json
 from pathlib import Path
@@ -57,14 +57,16 @@ def refused(world: World, folder: str) -> list[str]:
     return said
 
 
-def test_the_newest_few_are_kept_and_hold_what_was_there_when_asked(groups: dict[int, Ranks], tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_hold_the_state_at_the_request(
+    groups: dict[int, Ranks], tmp_path: Path
+) -> None:
     groups[2].run(saved, str(tmp_path), 4, 2)
     assert [path.name for path in checkpoints.complete_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
     for path, value in zip(checkpoints.complete_checkpoints(tmp_path), (3.0, 4.0), strict=True):
         assert groups[2].run(loaded, str(path)) == [[value, value]] * 2
 
 
-def test_what_was_never_finished_is_ignored_and_cleared_away(groups: dict[int, Ranks], tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_ignored_and_removed(groups: dict[int, Ranks], tmp_path: Path) -> None:
     groups[2].run(saved, str(tmp_path), 1, 5)
     unfinished = tmp_path / "step-00000009.writing"
     unfinished.mkdir()
@@ -75,7 +77,7 @@ def test_what_was_never_finished_is_ignored_and_cleared_away(groups: dict[int, R
     assert not unfinished.exists()
 
 
-def test_what_the_disk_refuses_to_one_rank_all_ranks_learn_and_the_next_is_tried(
+def test_a_failed_write_of_one_rank_raises_on_all_and_the_next_save_is_tried(
     groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
     for first, second in groups[2].run(refused, str(tmp_path)):
@@ -84,7 +86,7 @@ def test_what_the_disk_refuses_to_one_rank_all_ranks_learn_and_the_next_is_tried
     assert [path.name for path in checkpoints.complete_checkpoints(tmp_path / "folder")] == ["step-00000002"]
 
 
-def test_an_export_is_read_back_whole_and_a_changed_byte_is_seen(tmp_path: Path) -> None:
+def test_an_export_is_read_back_and_a_changed_byte_is_detected(tmp_path: Path) -> None:
     whole = torch.randn(7, 3)
     files = {"model.safetensors": export.write_tensors(tmp_path / "model.safetensors", {"bias": torch.ones(2)})}
     for rank, rows in ((1, slice(4, 7)), (0, slice(0, 4))):

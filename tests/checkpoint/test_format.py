@@ -1,4 +1,4 @@
-"""Promise: a checkpoint that an older version wrote is read by this one, by any number of ranks.
+"""This version reads checkpoints of older versions, on any world size.
 
 `format-1` was written by two ranks of version 0.1 after four steps: `python -m tests.checkpoint.test_format`, once. It
 is never written again; a new format gets a folder of its own.
@@ -46,7 +46,7 @@ def absolute_sums(arrays: Arrays) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_format_1_holds_is_read(groups: dict[int, Ranks], tmp_path: Path, ranks: int) -> None:
+def test_format_1_can_be_read(groups: dict[int, Ranks], tmp_path: Path, ranks: int) -> None:
     shutil.copytree(KEPT, checkpoint_path(tmp_path / "run" / "checkpoints", 4))
     found = groups[ranks].run(resumed, config(tmp_path / "data"), str(tmp_path / "run"))
     assert {done for done, _ in found} == {4}

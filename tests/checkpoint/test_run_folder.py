@@ -1,4 +1,4 @@
-"""Guarantee: one process at a time writes into a folder, and a lock whose holder is gone stops nobody."""
+"""One process at a time writes into a folder, and the lock of a dead process blocks no other."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def left_by(folder: Path, holder: LockHolder, *, silent_seconds: float = 0.0) ->
     os.utime(folder / LOCK, (then, then))
 
 
-def test_a_second_writer_is_refused_with_who_holds_the_folder_since_when_and_what_to_do(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_with_holder_time_and_remedy(tmp_path: Path) -> None:
     with RunLock(tmp_path / "run") as first:
         first.acquire()
         with pytest.raises(UsageError) as refused, RunLock(tmp_path / "run") as second:
@@ -95,7 +95,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once_and_logged(
     assert list(killed.iterdir()) == []
 
 
-def test_another_process_with_the_number_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_another_process_with_the_pid_of_the_dead_one_is_not_the_holder(tmp_path: Path) -> None:
     left_by(tmp_path, replace(LockHolder.this_process(), start=1))
     with RunLock(tmp_path) as lock:
         lock.acquire()
@@ -112,7 +112,7 @@ def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Pat
         lock.acquire()
 
 
-def test_a_restarted_rank_zero_takes_the_lock_of_its_elastic_job_over(
+def test_a_restarted_rank_zero_takes_over_the_lock_of_its_elastic_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_by(tmp_path, replace(LockHolder.this_process(), system="another boot", job="job-5"))
@@ -124,7 +124,7 @@ def test_a_restarted_rank_zero_takes_the_lock_of_its_elastic_job_over(
         lock.acquire()
 
 
-def test_a_lock_that_nobody_finished_writing_is_stale_after_a_while(tmp_path: Path) -> None:
+def test_an_incomplete_lock_is_stale_after_a_while(tmp_path: Path) -> None:
     (tmp_path / LOCK).touch()
     with pytest.raises(UsageError, match="its lock names no holder"), RunLock(tmp_path) as lock:
         lock.acquire()
@@ -134,7 +134,7 @@ def test_a_lock_that_nobody_finished_writing_is_stale_after_a_while(tmp_path: Pa
         lock.acquire()
 
 
-def test_of_several_that_take_a_stale_lock_over_exactly_one_gets_it(tmp_path: Path) -> None:
+def test_exactly_one_of_several_processes_takes_over_a_stale_lock(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / str(number)
         left_by(folder, replace(LockHolder.this_process(), start=1))
@@ -142,7 +142,7 @@ def test_of_several_that_take_a_stale_lock_over_exactly_one_gets_it(tmp_path: Pa
         assert ended.stdout == "1\n"
 
 
-def test_a_heartbeat_is_renewed_and_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_heartbeat_is_renewed_and_a_removed_lock_is_created_again(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -156,7 +156,7 @@ def test_a_heartbeat_is_renewed_and_a_lock_that_was_removed_is_made_again(tmp_pa
         process.wait()
 
 
-def test_a_holder_that_was_silent_for_too_long_ends_when_another_has_its_lock(tmp_path: Path) -> None:
+def test_a_holder_without_heartbeat_ends_when_another_has_its_lock(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -171,7 +171,7 @@ def test_a_holder_that_was_silent_for_too_long_ends_when_another_has_its_lock(tm
     assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-7"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError) as refused, RunLock(tmp_path / "file" / "run") as lock:
         lock.acquire()

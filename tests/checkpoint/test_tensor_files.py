@@ -1,4 +1,4 @@
-"""Promise: any number of ranks reads what any other wrote; what was changed since is refused; nothing in it can run."""
+"""Any world size reads what any other wrote; changed files are refused; reading executes no code."""
 
 import os
 import pickle
@@ -42,7 +42,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
     reads=st.integers(1, 9),
     piece=st.integers(1, 300),
 )
-def test_any_number_of_ranks_reads_what_any_other_wrote(
+def test_any_world_size_reads_what_any_other_wrote(
     tmp_path_factory: pytest.TempPathFactory,
     rows: int,
     width: tuple[int, ...],
@@ -64,7 +64,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(
         assert torch.equal(part.local, expected.local)
 
 
-def test_single_numbers_and_tensors_without_rows_come_back(tmp_path: Path) -> None:
+def test_scalars_and_empty_tensors_are_restored(tmp_path: Path) -> None:
     kept = {"step": torch.tensor(41.0), "none": torch.empty(0, 4)}
     tensor_files.write(tmp_path, 0, {name: LocalRows.whole(value, replicated=True) for name, value in kept.items()})
     found = {name: LocalRows.whole(torch.zeros_like(value), replicated=True) for name, value in kept.items()}
@@ -80,7 +80,7 @@ def saved(folder: Path) -> dict[str, LocalRows]:
     return {name: dealt(torch.zeros_like(whole), 0, 1) for name, whole in tensors.items()}
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     parts = saved(tmp_path / "whole")
     random = np.random.default_rng(0)
     for name in sorted(path.name for path in (tmp_path / "whole").iterdir()):
@@ -96,7 +96,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     checkpoints.load(tmp_path / "whole", parts)
 
 
-def test_every_truncated_or_missing_file_is_found(tmp_path: Path) -> None:
+def test_every_truncated_or_missing_file_is_detected(tmp_path: Path) -> None:
     parts = saved(tmp_path)
     for path in sorted(tmp_path.iterdir()):
         content = path.read_bytes()
@@ -111,7 +111,7 @@ def test_every_truncated_or_missing_file_is_found(tmp_path: Path) -> None:
     checkpoints.load(tmp_path, parts)
 
 
-def test_what_does_not_fit_is_told_apart_from_what_is_damaged(tmp_path: Path) -> None:
+def test_a_mismatch_is_distinguished_from_damage(tmp_path: Path) -> None:
     saved(tmp_path)
     for name, other, said in (
         ("table", torch.zeros(9, 5), r"'table' is float32\[9, 4\], where this run has float32\[9, 5\]"),
@@ -138,7 +138,7 @@ class Planted:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
+def test_a_planted_pickle_is_never_executed(tmp_path: Path) -> None:
     parts, mark = saved(tmp_path / "checkpoint"), tmp_path / "mark"
     for path in sorted((tmp_path / "checkpoint").iterdir()):
         content = path.read_bytes()

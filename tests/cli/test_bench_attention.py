@@ -1,4 +1,4 @@
-"""Promise: `freescale bench attention` says first whether attention is right, and then how quick it is."""
+"""`freescale bench attention` checks attention against the reference before it times it."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from freescale.models.attention import blocks
 OPTIONS = ["bench", "attention", "--batch", "8", "--longest", "64", "--width", "16", "--rounds", "1"]
 
 
-def test_attention_is_held_against_the_reference_and_timed_against_others() -> None:
+def test_attention_is_compared_with_the_reference_and_timed() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "freescale", *OPTIONS, "--json"], capture_output=True, text=True, check=True
     )
@@ -25,14 +25,14 @@ def test_attention_is_held_against_the_reference_and_timed_against_others() -> N
     assert "backward on CPU" in found["left_out"]["flex attention"]
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = blocks.forward
     monkeypatch.setattr(blocks, "forward", lambda x: right(x) * 1.01)
     assert main(OPTIONS) == 1
     assert "nothing was timed" in capsys.readouterr().out
 
 
-def test_a_gpu_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*OPTIONS, "--device", "cuda"]) == 2
     assert "no GPU is here" in capsys.readouterr().err

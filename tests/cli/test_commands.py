@@ -1,4 +1,4 @@
-"""Promise: a command does what it says, its errors are ours, and its exit code tells."""
+"""A command does what its help says, raises only our errors, and exits with a documented code."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from freescale.cli.main import COMMANDS, main
 from tests.support import histories, write_dataset
 
 
-def test_every_command_explains_itself_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         with pytest.raises(SystemExit) if name != "config" else _nothing() as caught:
             main([*name.split(), "--help"])
@@ -40,7 +40,7 @@ class _nothing:  # noqa: N801  a context, like its neighbour
         (["config", "tinny"], 2, "did you mean 'tiny'"),
     ],
 )
-def test_a_mistake_is_answered_with_its_remedy_and_code(
+def test_a_mistake_is_reported_with_remedy_and_exit_code(
     words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == code
@@ -75,13 +75,13 @@ def test_no_error_hides_another(
     assert told.count("error: ") == told.count("remedy:") == len(says)
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m freescale config tiny | head -1; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_stats_are_the_figures_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_match_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [1 + i % 50 for i in range(500)]
     table = histories(lengths, items=40)
     write_dataset(tmp_path / "data", table, rows_per_group=16, items=40)
@@ -99,9 +99,7 @@ def test_stats_are_the_figures_of_the_data(tmp_path: Path, capsys: pytest.Captur
     assert 0 < found["random_batches"][0]["straggler_share"] < found["random_batches"][1]["straggler_share"] < 1
 
 
-def test_stats_say_that_flips_in_foreign_files_cannot_be_seen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stats_warn_about_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(histories([3] * 50), tmp_path / "foreign.parquet")
     assert main(["data", "stats", str(tmp_path)]) == 0
     assert (
@@ -109,7 +107,7 @@ def test_stats_say_that_flips_in_foreign_files_cannot_be_seen(
     )
 
 
-def test_a_log_is_imported_and_its_bad_lines_are_kept_beside_it(
+def test_a_log_is_imported_and_its_bad_lines_are_quarantined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,a,5\n1,b,x\n2,a,6\n")
@@ -132,14 +130,14 @@ def test_a_log_is_imported_and_its_bad_lines_are_kept_beside_it(
     )
 
 
-def test_one_seed_is_one_synthetic_log(tmp_path: Path) -> None:
+def test_one_seed_gives_one_synthetic_log(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert main(["data", "synth", str(tmp_path / name), "--users", "300", "--seed", str(seed)]) == 0
     read = {name: b"".join(f.read_bytes() for f in sorted((tmp_path / name).glob("*.parquet"))) for name in "abc"}
     assert read["a"] == read["b"] != read["c"]
 
 
-def test_a_width_that_torchrec_cannot_hold_is_refused_before_a_step_is_measured(
+def test_a_width_that_torchrec_does_not_support_is_refused_before_measuring(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["bench", "step", "hstu-ml1m", "--data", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""Promise: every install fault is found before TorchRec is imported, with what, why and the command that mends it.
+"""Doctor finds every install fault before TorchRec is imported, with what, why and the command that fixes it.
 
 Each fault is made for real in a throw-away environment: another version really installed, files really overwritten, a
 small file system really mounted, a limit really set. Only packages that need a GPU machine are planted as metadata.
@@ -79,7 +79,7 @@ def torchrec_was_imported(report: dict[str, Any]) -> bool:
     return any("torchrec imports" in finding["what"] for finding in report["findings"])
 
 
-def test_a_sound_install_is_ready(make: Callable[..., Environment]) -> None:
+def test_a_correct_install_is_ready(make: Callable[..., Environment]) -> None:
     report = make().doctor("--device", "cpu")
     assert report["ready"]
     assert torchrec_was_imported(report)

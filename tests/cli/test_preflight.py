@@ -1,4 +1,4 @@
-"""Guarantee: what a command cannot read or write is an error that names it, before torch is imported if possible."""
+"""An input or output that cannot be used is an error that names it, before torch is imported if possible."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_needs_no_torch_is_refused_before_it_is_imported(data: Path, run: Path, tmp_path: Path) -> None:
+def test_checks_without_torch_run_before_it_is_imported(data: Path, run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     train = ["train", "tiny", "--data", str(data)]
     commands = [
@@ -86,7 +86,7 @@ def test_two_commands_do_not_write_into_one_folder(
             assert f"{tmp_path / 'out'} is in use: process " in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_named_with_a_remedy(
+def test_an_unwritable_output_is_named_with_a_remedy(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

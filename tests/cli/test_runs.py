@@ -1,4 +1,4 @@
-"""Promise: what was trained is listed with its state, its last loss and its best metric, whatever its files hold."""
+"""`freescale runs` lists trainings with state, last loss and best metric, whatever their files hold."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_runs_are_listed_the_newest_last(tmp_path: Path, capsys: pytest.CaptureF
     ]
 
 
-def test_a_run_that_goes_on_is_told_from_a_lost_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_distinguished_from_a_lost_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("goes on", "lost"):
         note(tmp_path / name, step(4, 3.0), end(4, False), step(5, 2.9), at=100 + len(name))
     FlightRecorder(tmp_path / "goes on", 0).record(5, "in", "forward")
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_is_told_from_a_lost_one(tmp_path: Path, capsys: pyte
     ]
 
 
-def test_what_somebody_wrote_into_a_run_does_not_keep_the_others_from_being_listed(
+def test_a_damaged_run_does_not_keep_others_from_being_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(tmp_path / "strange", step(1, "low"), evaluation(1, **{"ndcg@10": [1]}), {"kind": "end", "step": 1})

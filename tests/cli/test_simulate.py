@@ -1,4 +1,4 @@
-"""Promise: one command says what other machines would do, from a data set alone, with a page that stands by itself."""
+"""`freescale simulate` predicts other machines from a data set alone and writes a self-contained page."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_every_size_and_technique_has_a_line_a_bar_and_a_band(
     assert "<script" not in text
 
 
-def test_techniques_can_be_left_out_and_the_ground_of_it_is_said(
+def test_techniques_can_be_left_out_and_the_basis_is_printed(
     data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -56,7 +56,7 @@ def test_techniques_can_be_left_out_and_the_ground_of_it_is_said(
     assert "8 samples per rank, histories up to 64" in shown
 
 
-def test_wrong_use_is_told_with_a_remedy(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_reported_with_a_remedy(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate"]) == 2
     assert main(["simulate", str(tmp_path)]) == 2
     assert main(asked(data, tmp_path / "p.html", "--cluster", "h1000")) == 2

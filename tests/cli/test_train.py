@@ -1,4 +1,4 @@
-"""Promise: one command trains, under any launcher; Ctrl-C loses nothing; what was trained can be used."""
+"""One command trains under any launcher, Ctrl-C loses nothing, and the trained model can be used."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return options, out
 
 
-def test_a_run_that_is_asked_to_stop_saves_ends_and_resumes_to_the_same_result(
+def test_a_stopped_run_saves_and_resumes_to_the_same_result(
     uninterrupted: tuple[list[str], Path], tmp_path: Path
 ) -> None:
     (options, whole), out = uninterrupted, tmp_path / "stopped"
@@ -130,7 +130,7 @@ def killed(command: list[str], *, at: str) -> tuple[int, str]:
     return running.wait(timeout=60), said
 
 
-def test_a_rank_that_dies_ends_the_run_soon_if_nothing_may_start_again(demo: Path, tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_run_soon_without_restarts(demo: Path, tmp_path: Path) -> None:
     options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "99", "--train.log-every", "1"]
     begin = time.monotonic()
     code, said = killed([*FREESCALE, *options, "--out", str(tmp_path / "run"), "--restarts", "0"], at="step 3/")
@@ -140,9 +140,7 @@ def test_a_rank_that_dies_ends_the_run_soon_if_nothing_may_start_again(demo: Pat
     assert time.monotonic() - begin < 90
 
 
-def test_a_rank_that_dies_is_started_again_and_nothing_is_lost(
-    uninterrupted: tuple[list[str], Path], tmp_path: Path
-) -> None:
+def test_ranks_restart_after_a_loss_and_no_step_is_lost(uninterrupted: tuple[list[str], Path], tmp_path: Path) -> None:
     (options, whole), out = uninterrupted, tmp_path / "killed"
     code, said = killed([*FREESCALE, *options, "--out", str(out)], at="step 15/")
     assert code == 0, said
@@ -156,7 +154,7 @@ def test_a_rank_that_dies_is_started_again_and_nothing_is_lost(
     assert 0 < recovery["seconds"] < 60
 
 
-def test_a_run_is_not_overwritten_and_none_is_resumed_from_nothing(demo: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten_and_resume_needs_a_checkpoint(demo: Path, trained: Path, tmp_path: Path) -> None:
     again = freescale("train", "tiny", "--data", demo, "--out", trained, *SHORT)
     assert again.returncode == 2
     assert "add --resume, or choose another --out" in again.stderr
@@ -167,9 +165,7 @@ def test_a_run_is_not_overwritten_and_none_is_resumed_from_nothing(demo: Path, t
     assert freescale("evaluate", tmp_path / "new").returncode == 2
 
 
-def test_a_run_is_resumed_by_the_link_to_it_and_never_with_another_model(
-    demo: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_through_its_link_and_never_with_another_model(demo: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "latest").symlink_to("run")
     resume = ["train", "tiny", "--data", demo, "--out", tmp_path / "latest", "--resume", *SHORT]

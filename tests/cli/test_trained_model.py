@@ -1,4 +1,4 @@
-"""Guarantee: a trained model answers only for the items it was trained on, and a run resumes only as itself."""
+"""A trained model is used only with the items it was trained on, and a run resumes only as itself."""
 
 import importlib.util
 import json
@@ -58,7 +58,7 @@ def predictions(folder: Path) -> list[dict[str, Any]]:
     return pq.read_table(folder).to_pylist()
 
 
-def test_predictions_name_users_and_items_as_the_log_does_and_leave_out_what_was_seen(
+def test_predictions_use_the_keys_of_the_log_and_leave_out_seen_items(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert freescale(["predict", str(work / "run"), str(tmp_path / "top"), "--k", "50"]) == 0
@@ -76,7 +76,7 @@ def test_predictions_name_users_and_items_as_the_log_does_and_leave_out_what_was
     assert f"up to 50 items for each of {len(history)} users; for {len(history)} of them fewer" in printed
 
 
-def test_the_rule_for_seen_items_is_one_for_evaluation_and_prediction(
+def test_evaluation_and_prediction_share_the_rule_for_seen_items(
     work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert freescale(["evaluate", str(run), "--json"]) == 0
@@ -92,7 +92,7 @@ def test_the_rule_for_seen_items_is_one_for_evaluation_and_prediction(
     assert all(len(row["item"]) == 12 for row in predictions(tmp_path / "top"))
 
 
-def test_a_data_set_with_as_many_other_items_is_refused(
+def test_a_data_set_with_equally_many_other_items_is_refused(
     work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, fitting = str(work / "other"), str(work / "fitting")
@@ -144,17 +144,17 @@ def test_an_accepted_change_is_printed_and_the_earlier_config_is_kept(
     assert (kept.name, kept.read_text()) == ("config.step-00000003.toml", before)
 
 
-def test_a_finished_run_that_is_resumed_says_so(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_finished_run_is_logged(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume(run, "--data", work / "data") == 0
     assert "the run is finished at step 3, and nothing is left to train" in capsys.readouterr().err
 
 
-def test_a_run_says_what_ends_it(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_what_ends_it(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume(run, "--data", work / "data") == 0
     assert "3 steps, 1 per epoch: train.max_steps = 3 ends the run before train.epochs = 4" in capsys.readouterr().err
 
 
-def test_training_on_nothing_is_an_error_that_says_why(
+def test_training_without_loss_terms_is_an_error_with_the_cause(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (

@@ -1,4 +1,4 @@
-"""Promise: rows that travel behind compute teach, to the last bit, what rows teach that are waited for."""
+"""Prioritized embedding communication (PEC) trains bitwise the same as synchronous communication."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
         (4, "rowwise_adagrad", "fp64", "shared_memory"),
     ],
 )
-def test_overlapped_is_bitwise_serial_whichever_way_rows_take(
+def test_overlapped_is_bitwise_serial_for_every_transport(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, optimizer: str, precision: str, way: str
 ) -> None:
     found = []

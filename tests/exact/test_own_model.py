@@ -1,4 +1,4 @@
-"""Promise: a model of one's own, with several tables of several widths, is trained as exactly as ours."""
+"""A custom model with several tables of several widths trains as exactly as the built-in models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def placed_own(world: World, folder: str, path: str, place: str) -> tuple[list[f
     return placed(world, small(path, train={"micro_batches": 2}), folder, place, 20, model=own())
 
 
-def test_one_rank_is_many_ranks_for_a_model_of_ones_own(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+def test_a_custom_model_trains_the_same_on_any_world_size(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
     ((losses, alone),) = groups[1].run(placed_own, str(tmp_path), str(log), "equal")
     assert losses[-1] < losses[0]
     for count in (2, 4):
@@ -106,7 +106,7 @@ def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_rows_that_travel_behind_compute_teach_what_plain_torch_teaches_after_200_steps(
+def test_prioritized_training_equals_plain_torch_after_200_steps(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, optimizer: str
 ) -> None:
     losses, alone = by_hand(log, optimizer)

@@ -1,4 +1,4 @@
-"""Promise: where a sample is computed, and with how many others, cannot change what is learnt."""
+"""The training result does not depend on which rank computes a sample, or with how many others."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def train(ranks: Ranks, config: RunConfig, folder: Path, place: str, steps: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_is_many_ranks_however_samples_lie_after_20_steps(
+def test_any_placement_and_world_size_gives_the_same_result_after_20_steps(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str
 ) -> None:
     config = small(log, **KINDS[kind])
@@ -41,7 +41,7 @@ def test_one_rank_is_many_ranks_however_samples_lie_after_20_steps(
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
-def test_loss_and_gradients_of_a_step_on_fbgemm_tables_are_the_same_on_any_number_of_ranks(
+def test_loss_and_gradients_on_fbgemm_tables_are_the_same_on_any_world_size(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str
 ) -> None:
     config = small(log, train={"precision": "fp32"}, model={"kind": kind, "dropout": 0.0})

@@ -1,4 +1,4 @@
-"""Promise: one seed is one result, and a run that was stopped and resumed is the run that was not."""
+"""One seed gives one result, and a resumed run equals the uninterrupted one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_run_is_bitwise_repeatable_and_resumes_bitwise_also_twice(
         assert same(once, resumed), stops
 
 
-def test_a_run_resumes_on_any_other_number_of_ranks(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_on_any_other_world_size(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
     config = small(log, train={"save_every": 10})
     once = pieces([groups[2]], config, tmp_path / "a", [])
     for i, (counts, stops) in enumerate([((2, 4), [6]), ((4, 1), [13]), ((1, 4, 2), [3, 11])]):

@@ -1,4 +1,4 @@
-"""Promise: a rank that computes with several threads gives the same gradients, to the last bit, every time."""
+"""A rank with several threads computes bitwise the same gradients every time."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_do_not_depend_on_which_thread_comes_first(case: str, tmp_path: Path) -> None:
+def test_gradients_do_not_depend_on_thread_order(case: str, tmp_path: Path) -> None:
     lengths = [200, 3, 40, 120, 80, 7] * 8
     write_dataset(tmp_path, histories(lengths, items=40, candidates=True), rows_per_group=8, items=40)
     config = small(tmp_path, data={"max_history": 200, "global_batch": 48, "split": "none"}, **CASES[case])

@@ -1,4 +1,4 @@
-"""Promise: the loops of TorchRec that we are compared with learn what we learn, but for the order of additions."""
+"""The TorchRec loops that we compare with give our training result, but for the order of additions."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def losses_compared(world: World, config: RunConfig, folder: str) -> list[LossDi
     return compare_losses(config, joined(world), Path(folder), steps=12)
 
 
-def test_the_loops_of_torchrec_learn_what_ours_does(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+def test_the_torchrec_loops_give_our_training_result(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
     """Few items: negatives are often right by chance, which a model sees by rows that are the same."""
     found, _ = groups[2].run(losses_compared, small(log), str(tmp_path))
     off = {one.variant: one.largest_relative for one in found if one.precision == "fp32"}

@@ -1,4 +1,4 @@
-"""Promise: a disk that fails at any call of a save, or a machine that ends there, loses no complete checkpoint."""
+"""A disk failure or crash at any call of a save loses no complete checkpoint."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Promise: whatever happens to a run, it ends with what the undisturbed one learnt, or with one clear error in time."""
+"""A run that is hit by a fault ends with the result of the undisturbed run, or with one clear error in time."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
     [(["several on one host", "bad sample"], 7), (["several between hosts"], 5)],
     ids=["on one host", "between hosts"],
 )
-def test_nothing_is_lost(kinds: list[str], faults: int, tmp_path: Path) -> None:
+def test_a_fault_loses_no_step(kinds: list[str], faults: int, tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     command = [sys.executable, BENCHMARK, "--quick", "--faults", str(len(kinds)), "--kinds", *kinds, "--out", out]
     subprocess.run(command, check=True)

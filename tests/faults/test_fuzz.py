@@ -1,4 +1,4 @@
-"""Promise: whatever a file holds, it is taken or refused with an error of ours: soon, and without taking all memory."""
+"""Any file is accepted or refused with an error of ours, quickly and within bounded memory."""
 
 import json
 
@@ -66,7 +66,7 @@ ONCE_FOUND: dict[str, tuple[str, Files]] = {
 
 
 @pytest.mark.parametrize("fault", ONCE_FOUND)
-def test_what_was_once_a_fault_is_refused(fault: str) -> None:
+def test_inputs_that_once_failed_are_refused(fault: str) -> None:
     name, files = ONCE_FOUND[fault]
     with bounded_memory():
         assert not accepts(TARGETS[name], files)
@@ -77,7 +77,7 @@ def test_a_link_so_slow_that_the_clock_loses_digits_is_simulated_to_its_end() ->
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_only_our_own_errors_come_out_of_files_that_nobody_wrote(name: str, whole_form: bool) -> None:
+def test_fuzzed_files_raise_only_our_own_errors(name: str, whole_form: bool) -> None:
     examples = 10_000 if whole_form else 500
     found = fuzz(TARGETS[name], examples)
     assert found["inputs"] >= 0.9 * examples

@@ -1,4 +1,4 @@
-"""Promise: every command ends soon with a result or an error of ours, whatever its options and files.
+"""Every command ends soon with a result or an error of ours, whatever its options and files.
 
 The long form is `python benchmarks/fuzz_cli.py`; a case that fails here is run again with `--seed 7 --only NUMBER`.
 """
@@ -69,13 +69,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_must_not_be_is_seen(tmp_path: Path, name: str) -> None:
+def test_faults_of_a_command_are_detected(tmp_path: Path, name: str) -> None:
     reply, expected = FAULTS[name]
     (fault,) = verdicts(CASE, reply, set(), tmp_path)
     assert expected in fault
 
 
-def test_a_temporary_file_that_is_left_is_seen(tmp_path: Path) -> None:
+def test_a_leftover_temporary_file_is_detected(tmp_path: Path) -> None:
     (tmp_path / "tmpab12").touch()
     reply = Reply(2, False, 1.0, "", "error: a\n  remedy: b\n", [])
     assert list(verdicts(CASE, reply, set(), tmp_path)) == ["left behind: tmpab12"]

@@ -1,4 +1,4 @@
-"""Promise: no file that is read can run code, write outside of its folder, or put markup into a page."""
+"""No file can execute code, write outside its folder, or inject markup into a page."""
 
 import ast
 import gzip
@@ -85,14 +85,14 @@ PLACES: dict[str, tuple[str, str, Files]] = {
 }
 
 
-def test_what_is_planted_here_would_run(marker: Path) -> None:
+def test_the_planted_pickle_would_execute(marker: Path) -> None:
     pickle.loads(FORMS["pickle"](marker))
     assert marker.exists()
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_pickle_in_place_of_a_file_never_runs(place: str, form: str, marker: Path) -> None:
+def test_a_pickle_in_place_of_a_file_is_never_executed(place: str, form: str, marker: Path) -> None:
     (target, name, others), raw = PLACES[place], FORMS[form](marker)
     taken = accepts(TARGETS[target], {**others, name: raw})
     assert not marker.exists()
@@ -111,7 +111,7 @@ def log_import(folder: Path, kind: str, log: Path, vocabulary: Path | None = Non
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Arrow, of lines that are not UTF-8
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["log.csv", "log.parquet", "log.csv.gz", "log.zip"])
-def test_a_pickle_in_place_of_a_log_never_runs(name: str, form: str, marker: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_log_is_never_executed(name: str, form: str, marker: Path, tmp_path: Path) -> None:
     raw = FORMS[form](marker)
     (tmp_path / name).write_bytes(raw)
     if name == "log.zip":
@@ -123,7 +123,7 @@ def test_a_pickle_in_place_of_a_log_never_runs(name: str, form: str, marker: Pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_pickle_in_place_of_a_vocabulary_never_runs(form: str, marker: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_vocabulary_is_never_executed(form: str, marker: Path, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
     (tmp_path / "vocabulary.parquet").write_bytes(FORMS[form](marker))
     with pytest.raises(DataError):
@@ -133,7 +133,7 @@ def test_a_pickle_in_place_of_a_vocabulary_never_runs(form: str, marker: Path, t
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["export.json", "model.safetensors"])
-def test_a_pickle_in_place_of_an_export_never_runs(name: str, form: str, marker: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_an_export_is_never_executed(name: str, form: str, marker: Path, tmp_path: Path) -> None:
     raw = FORMS[form](marker)
     listed = {"model.safetensors": {"sha256": hashlib.sha256(raw).hexdigest()}}
     (tmp_path / "export.json").write_text(json.dumps({"format": 1, "files": listed}))
@@ -143,7 +143,7 @@ def test_a_pickle_in_place_of_an_export_never_runs(name: str, form: str, marker:
     assert not marker.exists()
 
 
-def test_an_export_names_no_file_elsewhere(tmp_path: Path) -> None:
+def test_an_export_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.safetensors").write_bytes(b"mine")
     listed = {"../secret.safetensors": {"sha256": hashlib.sha256(b"mine").hexdigest()}}
     (tmp_path / "export").mkdir()
@@ -152,7 +152,7 @@ def test_an_export_names_no_file_elsewhere(tmp_path: Path) -> None:
         export.read(tmp_path / "export")
 
 
-def test_what_parquet_carries_beside_its_rows_never_runs(marker: Path, tmp_path: Path) -> None:
+def test_parquet_metadata_is_never_executed(marker: Path, tmp_path: Path) -> None:
     raw, table = pickle.dumps(Planted(marker)), some_histories(8)
     for name in ("arrow.py_extension_type", "pandas.object", "arrow.unknown"):
         tag = {b"ARROW:extension:name": name.encode(), b"ARROW:extension:metadata": raw}
@@ -186,7 +186,7 @@ def found_in(path: Path) -> list[str]:
     return found
 
 
-def test_the_source_has_nothing_that_could_run_what_it_reads(tmp_path: Path) -> None:
+def test_the_source_calls_nothing_that_executes_what_it_reads(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "import pickle\nfrom dill import load\nx = np.load(f, allow_pickle=True)\nrun(c, shell=True)\neval(a)\n"
     )
@@ -210,7 +210,7 @@ def test_an_archive_cannot_write_outside_of_the_import(member: str, tmp_path: Pa
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def test_names_from_runs_and_files_are_text_in_the_pages(
+def test_names_from_runs_and_files_are_escaped_in_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Promise: a number that is none is seen by all ranks in one step, its samples are named, and it changes nothing."""
+"""All ranks detect NaN and Inf in the same step, name the samples, and apply no such update."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_stop_ends_all_ranks_in_the_same_step_and_names_the_sample(
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_skip_makes_a_step_that_changes_nothing(
+def test_a_skipped_step_changes_nothing(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, bad_step: int, ranks: int, where: str
 ) -> None:
     before, after = (
@@ -104,7 +104,7 @@ def test_skip_makes_a_step_that_changes_nothing(
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "rows"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rollback_learns_what_would_have_been_learnt_without_the_sample(
+def test_rollback_gives_the_result_of_training_without_the_sample(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, where: str
 ) -> None:
     config = one_epoch(log, on_fault="rollback")
@@ -115,7 +115,7 @@ def test_rollback_learns_what_would_have_been_learnt_without_the_sample(
     assert f'"samples": [{BAD}]' in metrics
 
 
-def test_a_gradient_far_from_the_others_is_a_fault_and_is_not_learnt_from() -> None:
+def test_a_spike_of_the_gradient_norm_is_a_fault_and_skips_the_update() -> None:
     judge = GradNormMonitor(spike=10.0)
     assert not any(judge.fault(norm) for norm in [1.0, 2.0, 3.0] * 4)
     assert judge.fault(21.0) == "the gradient norm is 10 times its recent median"

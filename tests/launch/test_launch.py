@@ -1,4 +1,4 @@
-"""Who starts ranks, who is one, who holds the lock of a run, and what is refused or interrupted before any exist."""
+"""A process starts ranks or is one as its launcher says, holds the lock if it must, and can be interrupted early."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from freescale.launch.rendezvous import Rendezvous
 WORDS = ["--version"]
 
 
-def test_a_task_of_slurm_is_a_rank_unless_it_is_told_where_agents_meet(
+def test_a_slurm_task_is_a_rank_unless_the_command_names_a_rendezvous(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
@@ -33,7 +33,7 @@ def test_a_task_of_slurm_is_a_rank_unless_it_is_told_where_agents_meet(
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid(), "the agent that serves the store has it"
 
 
-def test_of_the_ranks_of_another_launcher_the_first_holds_the_lock_and_of_our_own_none(
+def test_rank_zero_of_another_launcher_holds_the_lock_and_ranks_of_ours_do_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for rank, agent, holds in (("0", None, True), ("1", None, False), ("0", "7", False)):
@@ -45,13 +45,13 @@ def test_of_the_ranks_of_another_launcher_the_first_holds_the_lock_and_of_our_ow
             assert (tmp_path / LOCK).exists() == holds
 
 
-def test_counts_that_start_nothing_are_refused_at_once() -> None:
+def test_counts_that_start_no_rank_are_refused() -> None:
     for ranks, restarts in ((0, 0), (-1, 0), (-1, 3), (1, -1)):
         with pytest.raises(UsageError, match="--nproc" if ranks < 1 else "--restarts"):
             launch_ranks(WORDS, nproc=ranks, restarts=restarts)
 
 
-def test_what_the_user_says_about_waiting_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     launch_ranks(WORDS, nproc=1)
@@ -77,7 +77,7 @@ def of_session(leader: int) -> dict[int, str]:
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["the fork server has begun", "it imports torch"])
-def test_a_command_that_is_interrupted_before_its_ranks_exist_ends_and_leaves_nothing(
+def test_a_command_interrupted_before_its_ranks_exist_ends_and_leaves_no_process(
     kind: signal.Signals, moment: str
 ) -> None:
     command = [sys.executable, "-m", "freescale", "selftest", "--nproc", "2"]
@@ -116,7 +116,7 @@ raise SystemExit(command.main([]))"""
     assert ended.returncode == 130
 
 
-def test_who_waits_for_the_store_of_another_host_can_be_interrupted() -> None:
+def test_waiting_for_the_store_of_another_host_can_be_interrupted() -> None:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 

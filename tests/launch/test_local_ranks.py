@@ -1,4 +1,4 @@
-"""Promise: ranks that were started are watched, end with their agent, and are not asked to end by way of another."""
+"""Ranks are watched, end with their agent, and receive no signal that is meant for another process."""
 
 import os
 import signal
@@ -67,20 +67,20 @@ def ranks_of_the_agent() -> list[int]:
     return named(f"freescale-r0{os.getpid()}"[:15]) + named(f"freescale-r1{os.getpid()}"[:15])
 
 
-def test_the_exit_code_of_each_rank_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_of_each_rank_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
     assert codes(ranks) == [2, 2, 2]
     assert codes(LocalRanks(["--version"], [{"RANK": "0"}])) == [0]
 
 
-def test_a_rank_that_was_killed_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
     ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
     assert ranks.exit_codes() == [None]
     ranks.signal(signal.SIGTERM)
     assert codes(ranks) == [-signal.SIGTERM]
 
 
-def test_what_does_not_end_is_ended(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
     ranks = LocalRanks(["data", "synth", "--users", "100000000", str(tmp_path / "data")], [{"RANK": "0"}])
     ranks.end()
     assert ranks.exit_codes() == [-signal.SIGKILL]
@@ -97,13 +97,13 @@ def test_ranks_end_with_the_agent_that_started_them(running: subprocess.Popen[st
         time.sleep(0.01)
 
 
-def test_ranks_that_are_started_again_are_there_at_once() -> None:
+def test_restarted_ranks_are_ready_at_once() -> None:
     begin = time.monotonic()
     assert codes(LocalRanks(["--version"], [{"RANK": str(rank)} for rank in range(4)])) == [0, 0, 0, 0]
     assert time.monotonic() - begin < 4, "four that import torch take longer"
 
 
-def test_what_every_rank_has_to_say_is_read_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_message_of_every_rank_is_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
     with handled_by(ConsoleHandler()):
         ranks = LocalRanks(["config", "no-such-recipe"], [{"RANK": str(rank)} for rank in range(3)])
         assert codes(ranks) == [2, 2, 2]
@@ -111,7 +111,7 @@ def test_what_every_rank_has_to_say_is_read_once(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err.count("error: ") == 1
 
 
-def test_a_fault_that_nobody_foresaw_is_told_whole_and_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_exception_is_logged_once_with_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     with handled_by(ConsoleHandler()):
         ranks = LocalRanks(["selftest"], [{"RANK": "no number"}] * 2)
         assert codes(ranks) == [1, 1]

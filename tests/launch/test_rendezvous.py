@@ -21,7 +21,7 @@ def listening(port: int) -> set[str]:
     return {socket.inet_ntoa(bytes.fromhex(host)[::-1]) if len(host) == 8 else host for host in hosts}
 
 
-def test_the_store_listens_at_the_chosen_address_alone() -> None:
+def test_the_store_listens_on_the_given_address_alone() -> None:
     rendezvous = Rendezvous(Hosts(address="127.0.0.2"), nproc=2)
     assert rendezvous.serves
     assert listening(rendezvous.address[1]) == {"127.0.0.2"}

@@ -13,7 +13,7 @@ def decision(
     return decide(HostStatus(dict(enumerate(hosts)), set(unresponsive), pausing, restarts_left))
 
 
-def test_nothing_is_decided_while_all_is_well() -> None:
+def test_no_decision_while_ranks_run() -> None:
     assert decision([None, None], [None]) is None
     assert decision([0, None]) is None
     assert decision([0, 0], [0]) == RestartDecision(0)
@@ -43,7 +43,7 @@ def test_an_unresponsive_host_gets_no_time_to_end() -> None:
     )
 
 
-def test_ranks_that_were_asked_to_end_save_first() -> None:
+def test_ranks_that_are_asked_to_end_save_first() -> None:
     assert decision([130, None]) is None
     assert decision([130, 130]) == RestartDecision(130)
     assert decision([130], [None], pausing=True) is None

@@ -1,4 +1,4 @@
-"""Guarantee: two runs beside each other on one machine lose no more than their share of it.
+"""Two runs on one machine each get their share of it.
 
 Measured as processor time per step: threads that spin while they wait take it from the other run, and a fair scheduler
 gives each the rest. Unlike the time on the clock, it does not depend on what else the machine does.
@@ -36,7 +36,7 @@ print(json.dumps([milliseconds_per_step(threads) for threads in (1, 2)]))
 
 
 @pytest.mark.quiet
-def test_threads_that_wait_take_no_time_from_a_run_beside_them() -> None:
+def test_waiting_threads_take_no_time_from_another_run() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     runs = [subprocess.Popen([sys.executable, "-c", STEPS], **start) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Promise: a run saves as often as what failures would lose is worth, and no more."""
+"""The checkpoint interval follows the cost of saving and the failure rate."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from freescale.train.checkpoint_manager import CheckpointInterval
 
 
-def test_the_interval_follows_cost_and_failures_seen() -> None:
+def test_the_interval_follows_cost_and_observed_failures() -> None:
     interval = CheckpointInterval(hours_between_failures=24.0)
     assert interval.seconds == 60.0, "until a save was measured"
     interval.record_save(0.5)
@@ -20,7 +20,7 @@ def test_the_interval_follows_cost_and_failures_seen() -> None:
     assert interval.seconds == pytest.approx(once, rel=1e-3), "four times as many failures"
 
 
-def test_a_resumed_run_remembers_its_failures_and_what_saving_cost() -> None:
+def test_a_resumed_run_restores_failures_and_cost_of_saving() -> None:
     before, after = CheckpointInterval(hours_between_failures=1.0), CheckpointInterval(hours_between_failures=1.0)
     before.record_save(0.25)
     before.record_failure()

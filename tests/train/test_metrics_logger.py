@@ -32,7 +32,7 @@ def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
     return [entry for entry in read_entries(run) if entry["kind"] == kind]
 
 
-def test_figures_are_means_over_the_steps_since_the_entry_before(
+def test_a_train_entry_is_the_mean_over_the_steps_since_the_entry_before(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
     config = small(log, train={"max_steps": STEPS, "log_every": 1})
@@ -72,7 +72,7 @@ def test_an_evaluation_between_two_train_entries_drops_no_step(
     ]
 
 
-def test_a_step_that_is_skipped_has_no_loss_rather_than_a_loss_of_zero(
+def test_a_skipped_step_has_no_loss_rather_than_a_loss_of_zero(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
     groups[1].run(poisoned, one_epoch(log, on_fault="skip", log_every=1), str(tmp_path), "loss")
@@ -81,7 +81,7 @@ def test_a_step_that_is_skipped_has_no_loss_rather_than_a_loss_of_zero(
     assert [step for step, loss in losses.items() if math.isnan(loss)] == [fault["step"]]
 
 
-def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_every_start(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
     config = small(log, train={"max_steps": 4, "log_every": 1, "save_every": 2})
     groups[2].run(train, config, str(tmp_path))
     groups[1].run(train, replace(config, train=replace(config.train, max_steps=6)), str(tmp_path), True)
@@ -94,7 +94,7 @@ def test_a_resumed_run_notes_every_start(groups: dict[int, Ranks], log: Path, tm
     assert starts[0].until <= starts[1].began
 
 
-def test_a_rewind_keeps_starts_and_recoveries_and_says_how_far_the_dropped_steps_went(tmp_path: Path) -> None:
+def test_a_rewind_keeps_starts_and_recoveries_and_records_the_last_dropped_step(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, is_rank_zero=True, steps=100, quiet=True)
     for resumed in (0, 40, 40):  # lost twice, each time before the next checkpoint
         logger.rewind(resumed)
@@ -109,7 +109,7 @@ def test_a_rewind_keeps_starts_and_recoveries_and_says_how_far_the_dropped_steps
     assert repeated_steps(stored) == 30
 
 
-def test_a_run_that_begins_anew_in_the_folder_of_a_lost_one_is_not_mixed_with_it(tmp_path: Path) -> None:
+def test_a_new_run_in_the_folder_of_a_lost_one_drops_its_entries(tmp_path: Path) -> None:
     for _ in range(2):
         logger = MetricsLogger(tmp_path, is_rank_zero=True, steps=100, quiet=True)
         logger.log_start(0, world_size=1, reason="new run")
@@ -121,7 +121,7 @@ def test_a_run_that_begins_anew_in_the_folder_of_a_lost_one_is_not_mixed_with_it
 @pytest.mark.parametrize(
     "line", ['{"step": 3}', "[" * 100_000, '{"kind": "train", "step": 1e9}', "[1]", '{"kind": "tr']
 )
-def test_what_is_no_entry_is_counted_and_left_out(tmp_path: Path, line: str) -> None:
+def test_damaged_lines_are_counted_and_skipped(tmp_path: Path, line: str) -> None:
     whole = json.dumps({"kind": "train", "step": 1, "loss": 2.0})
     (tmp_path / "metrics.jsonl").write_text(f"{whole}\n{line}")
     assert len(list(read_entries(tmp_path))) == 1

@@ -1,4 +1,4 @@
-"""Promise: what people expect of a trainer does what its name says."""
+"""Precision and clipping of the trainer do what their names say."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def losses_of(ranks: Ranks, path: Path, folder: Path, **changes: dict[str, objec
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
-def test_bf16_learns_about_what_fp32_learns(groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str) -> None:
+def test_bf16_trains_nearly_the_same_as_fp32(groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str) -> None:
     exact, _ = losses_of(groups[2], log, tmp_path, model={"kind": kind}, train={"precision": "fp32"})
     rounded, _ = losses_of(groups[2], log, tmp_path, model={"kind": kind}, train={"precision": "bf16"})
     assert rounded != exact
@@ -23,7 +23,7 @@ def test_bf16_learns_about_what_fp32_learns(groups: dict[int, Ranks], log: Path,
     assert rounded[-1] < rounded[0]
 
 
-def test_a_clipped_gradient_moves_the_dense_weights_by_no_more_than_it_may(
+def test_a_clipped_gradient_bounds_the_change_of_the_dense_weights(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
     train: dict[str, object] = {"optimizer": "sgd", "lr": 1.0, "clip": 1e-3}

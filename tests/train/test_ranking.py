@@ -1,4 +1,4 @@
-"""Promise: ranking metrics are what a count by hand gives, wherever the samples are, and training brings NE down."""
+"""Ranking metrics equal a direct count for any placement of samples, and training lowers NE."""
 
 import json
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def by_hand(said: NDArray[Any], was: NDArray[Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"train": {"precision": "fp32"}}, {"tables": {"placement": "replicated"}}])
-def test_metrics_are_those_of_a_count_by_hand_on_any_ranks_also_empty_ones(
+def test_metrics_equal_a_direct_count_on_any_world_size_with_empty_ranks(
     groups: dict[int, Ranks], unseen: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = ranking(unseen, **changes)
@@ -97,9 +97,7 @@ def test_metrics_are_those_of_a_count_by_hand_on_any_ranks_also_empty_ones(
                 assert metrics == pytest.approx(alone, abs=1e-6), (count, place)
 
 
-def test_a_model_that_says_the_same_of_all_candidates_has_an_auc_of_one_half(
-    groups: dict[int, Ranks], unseen: Path, tmp_path: Path
-) -> None:
+def test_a_constant_prediction_has_an_auc_of_one_half(groups: dict[int, Ranks], unseen: Path, tmp_path: Path) -> None:
     for count in (1, 2, 4):
         for metrics, said, _ in groups[count].run(measured, ranking(unseen), str(tmp_path), "unequal", True):
             assert not len(said) or np.ptp(said, axis=0).max() == 0

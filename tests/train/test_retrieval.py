@@ -1,4 +1,4 @@
-"""Promise: retrieval metrics are those of the whole corpus sorted by hand, however it is cut and spread."""
+"""Retrieval metrics equal those of a full sort of the corpus, for any chunk size and world size."""
 
 import math
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_tell_items_apart_gets_no_credit(
 @pytest.mark.parametrize(
     ("placement", "rule"), [("sharded", "exclude"), ("replicated", "exclude"), ("sharded", "allow")]
 )
-def test_places_and_best_items_are_those_of_a_sort_by_hand_on_any_ranks_and_pieces(
+def test_ranks_and_best_items_equal_a_full_sort_for_any_world_size_and_chunk(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, placement: str, rule: str
 ) -> None:
     config = small(log, tables={"placement": placement}, task={"seen": rule})

@@ -1,4 +1,4 @@
-"""Promise: selftest passes where everything is right, and says failed where it is not."""
+"""Selftest passes where everything is correct, and fails where it is not."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def two() -> Iterator[Ranks]:
     started.close()
 
 
-def test_nothing_fails_where_all_is_right(two: Ranks) -> None:
+def test_no_check_fails_on_a_correct_installation(two: Ranks) -> None:
     one, other = two.run(outcomes)
     assert one == other
     by_check = {outcome.check: outcome for outcome in one}
@@ -50,7 +50,7 @@ def test_nothing_fails_where_all_is_right(two: Ranks) -> None:
     assert by_check["copy engine"].why == "the rows are not on a GPU"
 
 
-def test_rows_that_do_not_arrive_are_found(two: Ranks) -> None:
+def test_lost_rows_are_detected(two: Ranks) -> None:
     one, other = two.run(outcomes_with_a_fault)
     by_check = {outcome.check: outcome for outcome in one}
     assert {name for name, outcome in by_check.items() if outcome.status == "failed"} == {"transport shared_memory"}

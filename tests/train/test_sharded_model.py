@@ -1,4 +1,4 @@
-"""Promise: gradients of the dense part travel behind the backward pass, and urgent ones of rows beside the last."""
+"""Dense gradients overlap with the backward pass, and urgent row gradients leave before DDP waits."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +43,7 @@ def sent(world: World) -> list[tuple[int, float]]:
     return [(one.size, (one.arrived - step.begin) / 1e9 / BACKWARD) for one in step.transfers]
 
 
-def test_gradients_leave_when_they_are_there(groups: dict[int, Ranks]) -> None:
+def test_buckets_are_sent_as_soon_as_their_gradients_are_computed(groups: dict[int, Ranks]) -> None:
     for buckets in groups[2].run(sent):
         whole = sum(size for size, _ in buckets)
         assert whole == 4 * LAYERS * (256 * 256 + 256)
@@ -66,7 +66,7 @@ def computed_before_the_end(world: World) -> float:
     return time.monotonic() - one
 
 
-def test_what_follows_own_gradients_does_not_wait_for_those_of_others(groups: dict[int, Ranks]) -> None:
+def test_the_callback_after_local_gradients_does_not_wait_for_other_ranks(groups: dict[int, Ranks]) -> None:
     early, late = groups[2].run(computed_before_the_end)
     assert early > LATE / 2 > late
 
@@ -81,7 +81,7 @@ def train(world: World, log: Path, folder: Path) -> None:
     trainer.close()
 
 
-def test_urgent_gradients_of_rows_set_out_before_dense_ones_are_added_up(
+def test_urgent_row_gradients_are_sent_before_dense_gradients_are_summed(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
     groups[2].run(train, log, tmp_path)

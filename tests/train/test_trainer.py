@@ -1,4 +1,4 @@
-"""Promise: learning rates rise and fall as the config says."""
+"""Learning rates rise and fall as the config says."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from freescale.config import TrainConfig
 from freescale.train.trainer import lr_factor
 
 
-def test_rates_rise_linearly_then_stay() -> None:
+def test_learning_rates_warm_up_linearly_then_stay() -> None:
     config = TrainConfig(warmup_steps=4)
     assert [lr_factor(step, 100, config) for step in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("decay", "middle"), [("linear", 0.55), ("cosine", 0.55)])
-def test_rates_fall_to_their_end_after_warm_up(decay: str, middle: float) -> None:
+def test_learning_rates_decay_to_their_final_value_after_warm_up(decay: str, middle: float) -> None:
     config = TrainConfig(warmup_steps=10, decay=decay, final_lr=0.1)  # type: ignore[arg-type]
     assert lr_factor(10, 110, config) == pytest.approx(1.0)
     assert lr_factor(60, 110, config) == pytest.approx(middle)
