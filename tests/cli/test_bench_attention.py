@@ -35,4 +35,4 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*OPTIONS, "--device", "cuda"]) == 2
-    assert "no GPU is here" in capsys.readouterr().err
+    assert "this machine has no GPU" in capsys.readouterr().err

@@ -96,6 +96,6 @@ def test_the_command_writes_the_log_and_prints_the_optimum(tmp_path: Path, capsy
         assert (
             f"{label}: normalised entropy is {synthetic.planted_optimum(tmp_path / 'log', label):.4f} at best" in output
         )
-    for wrong, message in ((["--popularity", "public"], "all as popular"), (["--items", "15"], "too few")):
+    for wrong, message in ((["--popularity", "public"], "equally popular"), (["--items", "15"], "too few")):
         assert main([*words, *wrong, str(tmp_path / "other")]) == 2
         assert message in capsys.readouterr().err

@@ -45,65 +45,67 @@ class ImportOptions:
     """
 
     format: tyro.conf.Positional[Literal["ml-1m", "ml-20m", "ml-latest", "amazon", "kuairand", "events", "histories"]]
-    """What the log is. amazon: lines of "user item item ..."; events: CSV, JSON Lines or Parquet with the columns named
-    below; histories: Parquet with a history per row, whose items are numbered already."""
+    """Format of the log. amazon: lines of "user item item ..."; events: CSV, JSON Lines or Parquet with the columns
+    below; histories: Parquet with a history per row, whose items are already numbered."""
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The files of the log, folders of them or quoted globs, then the folder to make."""
+    """The files of the log, folders of them or quoted globs, then the folder to create."""
     user: str = "user_id"
     """Column of the user (events)."""
     item: str = "item_id"
     """Column of the item (events)."""
     time: str = "timestamp"
-    """Column of the time (events); "none" takes the order of the lines."""
+    """Column of the time (events); "none" uses the order of the lines."""
     time_unit: TimeUnit = "auto"
-    """Unit of a time in numbers (events). auto: by their size. Dates have their own."""
+    """Unit of numeric times (events). auto: by their size. Dates need none."""
     features: tuple[str, ...] = ()
     """Numeric columns to keep (events)."""
     impressions: tuple[Path, ...] = ()
-    """For ranking: logs of what users were shown, in the same format and with the same columns as the events. What a
-    user was shown at one time are the candidates of one sample, and the events before that time are its history."""
+    """For ranking: logs of impressions, in the same format and with the same columns as the events. The impressions of
+    a user at one time are the candidates of one sample, and the events before that time are its history."""
     labels: tuple[str, ...] = ()
-    """Columns of the impressions, from 0 to 1, which become label_NAME."""
+    """Columns of the impressions with values from 0 to 1, which become label_NAME."""
     max_history: int = 1000
-    """Most events that are kept before impressions."""
+    """Most events to keep before impressions."""
     separator: str = "auto"
-    r"""Field separator (events); \t is a tab. auto: what the header suggests among , ; tab and |."""
+    r"""Field separator (events); \t is a tab. auto: detected from the header among , ; tab and |."""
     quote: str = '"'
     """Quote character, or "none" (events)."""
     encoding: str = "utf-8"
     """Text encoding (events)."""
     vocabulary: Path | None = None
-    """A data set whose item numbers are to be kept; items it lacks share a few rows."""
+    """A data set whose item numbers are kept; items it lacks share a few rows."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """stop at the first unusable line, or skip: count them and write them to a quarantine file beside the data."""
+    """stop at the first unusable line, or skip: count them and write them to a quarantine file next to the data."""
     memory_mb: int = 1024
-    """What sorting may hold in memory; larger logs go through the disk."""
+    """Memory for sorting; larger logs are sorted on disk."""
     json: Flag = False
     """Print the counts as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_import(argv: Sequence[str], prog: str) -> int:
-    """Import, and say what came out."""
+    """Import a log and print the counts."""
     options = parse(ImportOptions, argv, prog)
     _check_import(options, prog)
     *sources, target = options.paths
-    whole = target.absolute()  # so that `.` has a name
-    quarantine = Quarantine(options.on_bad, whole.with_name(f"{whole.name}.quarantine.jsonl"))
+    absolute = target.absolute()  # `.` has no name
+    quarantine = Quarantine(options.on_bad, absolute.with_name(f"{absolute.name}.quarantine.jsonl"))
     if options.format == "histories":
-        done = importers.copy_histories(sources[0], target, features=options.features, quarantine=quarantine)
+        imported = importers.copy_histories(sources[0], target, features=options.features, quarantine=quarantine)
     else:
-        done = _import_log(options, sources, target, quarantine)
+        imported = _import_log(options, sources, target, quarantine)
     if quarantine.rows:
         warning_once(quarantine.summary())
-    if done.unknown_events:
-        warning_once(f"{done.unknown_events:,} events have items outside the vocabulary; they share a few table rows")
+    if imported.unknown_events:
+        warning_once(
+            f"{imported.unknown_events:,} events have items outside the vocabulary; they share a few table rows"
+        )
     if options.json:
-        print_json({**asdict(done), "set_aside": dict(quarantine.counts)})
+        print_json({**asdict(imported), "set_aside": dict(quarantine.counts)})
     else:
-        samples = f"{done.samples:,} samples of " if options.impressions else ""
-        say(f"{target}: {samples}{done.users:,} users, {done.items:,} items, {done.events:,} events")
+        samples = f"{imported.samples:,} samples of " if options.impressions else ""
+        say(f"{target}: {samples}{imported.users:,} users, {imported.items:,} items, {imported.events:,} events")
     return 0
 
 
@@ -125,55 +127,55 @@ def _check_import(options: ImportOptions, prog: str) -> None:
 def _import_log(
     options: ImportOptions, sources: list[Path], target: Path, quarantine: Quarantine
 ) -> histories.ImportSummary:
-    """Open the logs, and write what they hold."""
+    """Open the logs and write their histories."""
     time = None if options.time == "none" else options.time
     columns = LogColumns(options.user, options.item, time, options.features)
     style = CsvStyle.parse(options.separator, options.quote, options.encoding)
-    disk = next(parent for parent in target.absolute().parents if parent.exists())  # which must hold the result anyway
+    disk = next(parent for parent in target.absolute().parents if parent.exists())  # it must hold the result anyway
     with storage_errors(target):
-        made = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
-    with made as name:
+        scratch_folder = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
+    with scratch_folder as name:
         scratch = Path(name)
         job = importers.LogSpec(sources, scratch, quarantine, columns, style, options.time_unit)
-        events, shown = importers.open_log(options.format, job), None
+        events, impressions = importers.open_log(options.format, job), None
         if options.impressions:
             (scratch / "impressions").mkdir()
             labelled = columns._replace(features=(), labels=options.labels)
             job = job._replace(sources=options.impressions, scratch=scratch / "impressions", columns=labelled)
-            shown = importers.open_log(options.format, job)
+            impressions = importers.open_log(options.format, job)
         memory = options.memory_mb << 20
-        log = histories.ImportJob(events, scratch, quarantine, memory, shown, max_history=options.max_history)
+        log = histories.ImportJob(events, scratch, quarantine, memory, impressions, max_history=options.max_history)
         return histories.write_histories(log, target, vocabulary=options.vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """Make up a log whose lengths and popularity are those of a real one, or one to learn ranking from.
+    """Generate a synthetic log with the lengths and popularity of a real one, or a log for ranking.
 
     freescale data synth --preset kuairand --users 2000 data/kr
     """
 
     target: tyro.conf.Positional[Path]
-    """The folder to make."""
+    """The folder to create."""
     preset: synthetic.Preset | Literal["planted"] = "ml1m"
     """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096). planted: short histories with
-    candidates, whose labels follow a hidden rule; another seed gives other users over the same items."""
+    candidates, whose labels follow a hidden rule; another seed gives other users of the same items."""
     users: int = 10_000
-    """Histories to make."""
+    """Histories to generate."""
     items: int | None = None
     """Distinct items to draw from: 100,000, of planted 256, unless given."""
     popularity: synthetic.Popularity | None = None
-    """public (unless given): Zipf 0.7 as in public data. production: Zipf 1.05. Items of planted are all as popular."""
+    """public (default): Zipf 0.7 as in public data. production: Zipf 1.05. planted: all items are equally popular."""
     seed: int = 0
-    """One seed, one log."""
+    """The same seed gives the same log."""
     shorter: int = 1
-    """How many times shorter histories are than the preset's, for machines that cannot train on whole ones."""
+    """Divide the lengths of the preset by this, for machines that cannot train on full ones."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_synth(argv: Sequence[str], prog: str) -> int:
-    """Write the log and say how large it became."""
+    """Write the log and print its size."""
     options = parse(SynthOptions, argv, prog)
     require_at_least(options, users=1, items=1, shorter=1, seed=0)
     if options.preset == "planted":
@@ -189,7 +191,7 @@ def run_synth(argv: Sequence[str], prog: str) -> int:
 def _write_planted(options: SynthOptions) -> Manifest:
     items = options.items or 256
     if options.popularity is not None:
-        raise UsageError("items of a planted log are all as popular", remedy="leave out --popularity")
+        raise UsageError("items of a planted log are equally popular", remedy="leave out --popularity")
     if items < synthetic.FEWEST_ITEMS:
         raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {synthetic.FEWEST_ITEMS}")
     made = synthetic.write_planted_log(options.target, users=options.users, catalogue=items, seed=options.seed)
@@ -204,7 +206,7 @@ _COST_MODEL = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
 
 @dataclass(frozen=True, kw_only=True)
 class StatsOptions:
-    """Lengths, popularity, and the bubble that random batches would cost on this data.
+    """Print lengths, popularity, and the bubble that random batches would cost on this data.
 
     freescale data stats data/kr --ranks 8 64 256
     """
@@ -212,21 +214,21 @@ class StatsOptions:
     path: tyro.conf.Positional[str]
     """Folder of Parquet histories: a local path or any fsspec address."""
     ranks: tuple[int, ...] = (8, 64, 256)
-    """Numbers of ranks to estimate for."""
+    """World sizes to estimate."""
     batch: int = 128
     """Samples per rank and step."""
     max_history: int = 1_000_000
-    """Histories are taken as cut to this length."""
+    """Longest history; longer ones count as truncated."""
     model: ModelConfig = _COST_MODEL
-    """Whose cost is taken."""
+    """Model for the cost of a sample."""
     on_bad: Literal["stop", "skip"] = "stop"
     """stop at the first unusable row, or skip: count them and write them to quarantine.jsonl."""
     page: Path | None = None
-    """Write a page with plots, self-contained, to this file."""
+    """Write a self-contained page with plots to this file."""
     json: Flag = False
     """Print everything as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_stats(argv: Sequence[str], prog: str) -> int:
@@ -237,21 +239,23 @@ def run_stats(argv: Sequence[str], prog: str) -> int:
         lambda: require_at_least(options, ranks=1, batch=1, max_history=1),
     )
     dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
-    found = compute_stats(dataset)
-    if not found.rows:
-        raise DataError("the data set holds no usable history", where=options.path, remedy="import or make it again")
-    costs = Cost.of_model(options.model).of(np.minimum(found.lengths.values, options.max_history))
+    stats = compute_stats(dataset)
+    if not stats.rows:
+        raise DataError(
+            "the data set holds no usable history", where=options.path, remedy="import or generate it again"
+        )
+    costs = Cost.of_model(options.model).of(np.minimum(stats.lengths.values, options.max_history))
     sizes = track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float)
-    bubbles = [random_batches(costs, found.lengths.counts, world_size=n, batch=options.batch) for n in sizes]
+    bubbles = [random_batches(costs, stats.lengths.counts, world_size=n, batch=options.batch) for n in sizes]
     unchecked = dataset.unchecked_files()
     _warn_about_data(dataset, unchecked)
     if options.page:
-        write_page(options.page, _stats_page(options, found, bubbles))
+        write_page(options.page, _stats_page(options, stats, bubbles))
     if options.json:
         seen = {"set_aside": dict(dataset.quarantine.counts), "files_without_checksums": len(unchecked)}
-        print_json(_stats_values(options, found, bubbles) | seen)
+        print_json(_stats_values(options, stats, bubbles) | seen)
     else:
-        _print_stats(options, found, bubbles)
+        _print_stats(options, stats, bubbles)
     return 0
 
 
@@ -260,31 +264,31 @@ def _warn_about_data(dataset: Dataset, unchecked: list[str]) -> None:
         warning_once(dataset.quarantine.summary())
     if unchecked:
         which = f"{len(unchecked)} files without page checksums ({unchecked[0]} first)"
-        warning_once(f"{which}: flipped bits cannot be seen there")
+        warning_once(f"{which}: flipped bits cannot be detected there")
 
 
-def _stats_values(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> dict[str, Any]:
-    quantiles = {f"{q:g}": found.quantile(q) for q in QUANTILES}
+def _stats_values(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> dict[str, Any]:
+    quantiles = {f"{q:g}": stats.quantile(q) for q in QUANTILES}
     return {
         "path": options.path,
-        "histories": found.rows,
-        "events": found.events,
-        "items": len(found.items.values),
-        "length": {"mean": found.mean_length, "variation": found.variation, "quantiles": quantiles},
-        "popularity": {f"{share:g}": found.top_share(share) for share in _TOP},
+        "histories": stats.rows,
+        "events": stats.events,
+        "items": len(stats.items.values),
+        "length": {"mean": stats.mean_length, "variation": stats.variation, "quantiles": quantiles},
+        "popularity": {f"{share:g}": stats.top_share(share) for share in _TOP},
         "model": asdict(options.model),
         "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
     }
 
 
-def _length_rows(found: DatasetStats) -> list[list[str]]:
+def _length_rows(stats: DatasetStats) -> list[list[str]]:
     names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
-    rows = [[names.get(q, f"{100 * q:g}%"), f"{found.quantile(q):,}"] for q in QUANTILES]
-    return [*rows, ["mean", f"{found.mean_length:,.1f}"], ["deviation / mean", f"{found.variation:.2f}"]]
+    rows = [[names.get(q, f"{100 * q:g}%"), f"{stats.quantile(q):,}"] for q in QUANTILES]
+    return [*rows, ["mean", f"{stats.mean_length:,.1f}"], ["deviation / mean", f"{stats.variation:.2f}"]]
 
 
-def _popularity_rows(found: DatasetStats) -> list[list[str]]:
-    return [[f"top {100 * top:g}% of the items", f"{found.top_share(top):.1%} of the events"] for top in _TOP]
+def _popularity_rows(stats: DatasetStats) -> list[list[str]]:
+    return [[f"top {100 * top:g}% of the items", f"{stats.top_share(top):.1%} of the events"] for top in _TOP]
 
 
 def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
@@ -295,15 +299,15 @@ def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
 
 
-def _print_stats(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> None:
-    say(f"{options.path}: {_describe_counts(found)}")
-    print_table("events per history", ["quantile", "events"], _length_rows(found))
-    print_table("popularity", ["items", "share"], _popularity_rows(found))
+def _print_stats(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> None:
+    say(f"{options.path}: {_describe_counts(stats)}")
+    print_table("events per history", ["quantile", "events"], _length_rows(stats))
+    print_table("popularity", ["items", "share"], _popularity_rows(stats))
     print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
 
 
-def _describe_counts(found: DatasetStats) -> str:
-    return f"{found.rows:,} histories, {found.events:,} events, {len(found.items.values):,} items"
+def _describe_counts(stats: DatasetStats) -> str:
+    return f"{stats.rows:,} histories, {stats.events:,} events, {len(stats.items.values):,} items"
 
 
 def _bubble_title(options: StatsOptions) -> str:
@@ -311,35 +315,35 @@ def _bubble_title(options: StatsOptions) -> str:
     return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
 
 
-def _stats_page(options: StatsOptions, found: DatasetStats, bubbles: list[Imbalance]) -> str:
-    longest = found.quantile(1.0)
-    edges = np.unique(np.geomspace(max(1, found.quantile(0.0)), longest + 1, 41).round())
-    counts, _ = np.histogram(found.lengths.values, bins=edges, weights=found.lengths.counts)
-    popularity = found.popularity()
+def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> str:
+    longest = stats.quantile(1.0)
+    edges = np.unique(np.geomspace(max(1, stats.quantile(0.0)), longest + 1, 41).round())
+    counts, _ = np.histogram(stats.lengths.values, bins=edges, weights=stats.lengths.counts)
+    popularity = stats.popularity()
     places = np.unique(np.geomspace(1, len(popularity), 200).round().astype(int))
     events, histories = page.Axis("events in a history", log=True), page.Axis("histories")
     items = page.Series("items", places.tolist(), popularity[places - 1].tolist())
     by_popularity = page.Axis("item, by popularity", log=True), page.Axis("events", log=True)
     return page.document(
         f"Data set {options.path}",
-        _describe_counts(found),
+        _describe_counts(stats),
         page.section(
             "Bubbles of random batches",
-            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what is left "
-            "when samples are placed as well as can be.",
+            f"{_bubble_title(options)}: the share of its time that a rank waits for the slowest one, and what "
+            "remains with the best placement of samples.",
             page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
             _bubble_chart(bubbles),
         ),
         page.section(
             "Lengths",
             "How many histories have how many events.",
-            page.table(["quantile", "events"], _length_rows(found)),
+            page.table(["quantile", "events"], _length_rows(stats)),
             page.histogram(edges.tolist(), counts.tolist(), events, histories),
         ),
         page.section(
             "Popularity",
             "Events per item, most popular first.",
-            page.table(["items", "share"], _popularity_rows(found)),
+            page.table(["items", "share"], _popularity_rows(stats)),
             page.line_chart([items], *by_popularity),
         ),
     )

@@ -1,4 +1,4 @@
-"""What the commands share: parsing their options with tyro and printing results."""
+"""What the commands share: parsing options, checking them, and printing results."""
 
 import argparse
 import json
@@ -17,15 +17,15 @@ from freescale.progress import set_quiet
 
 T = TypeVar("T")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-"""An option without a value, and without an opposite."""
+"""A flag without a value and without a negated form."""
 _WIDTH = 120
-"""Of tables that go into a file or another program."""
+"""Width of tables that are not printed on a terminal."""
 
 
 def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
-    """Parse a dataclass of options from the command line; a wrong option exits with 2 and says which.
+    """Parse a dataclass of options from the command line; a wrong option is named and exits with 2.
 
-    A schema with a field `quiet` is of a command that may take long: the field decides whether it shows progress.
+    A field `quiet` decides whether the command shows progress.
     """
     options = tyro.cli(schema, args=list(argv), prog=prog)
     set_quiet(getattr(options, "quiet", False))
@@ -33,77 +33,79 @@ def parse(schema: type[T], argv: Sequence[str], prog: str) -> T:
 
 
 def run_parser(prog: str, text: str) -> argparse.ArgumentParser:
-    """For a command that is given a run: a recipe or a TOML file, with any field of the config as a flag."""
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=shape, allow_abbrev=False)
+    """Return a parser for a command that takes a recipe or a TOML file, with any field of the config as a flag."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("source", help=f"a .toml file or a recipe: {', '.join(config.RECIPES)}")
     parser.add_argument("--data", help="folder of the data set (data.path)")
-    parser.add_argument("--quiet", action="store_true", help="show no progress, only results, notes and errors")
+    parser.add_argument("--quiet", action="store_true", help="show no progress, only results, warnings and errors")
     return parser
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, config.RunConfig]:
-    """Its own options, and the config with all others applied."""
+    """Return the command's own options, and the config with all other flags applied."""
     options, overrides = parser.parse_known_args(list(argv))
     set_quiet(options.quiet)
     if options.data is not None:
         overrides = ["--data.path", options.data, *overrides]
-    found = config.resolve(options.source, overrides, prog=f"{parser.prog} {options.source}")
-    if not found.data.path:
+    run_config = config.resolve(options.source, overrides, prog=f"{parser.prog} {options.source}")
+    if not run_config.data.path:
         raise UsageError("no data is given", remedy=f"{parser.prog} {options.source} --data FOLDER")
-    return options, found
+    return options, run_config
 
 
 def check_all(*checks: Callable[[], object]) -> None:
-    """Run every check and report all errors, in this order: none may hide another. The last one is raised."""
-    wrong: list[FreeScaleError] = []
+    """Run every check, log all errors in this order, and raise the last: none may hide another."""
+    errors: list[FreeScaleError] = []
     for check in checks:
         try:
             check()
         except FreeScaleError as error:
-            wrong.append(error)
-    for error in wrong[:-1]:
+            errors.append(error)
+    for error in errors[:-1]:
         logger.error("%s", error)
-    if wrong:
-        raise wrong[-1]
+    if errors:
+        raise errors[-1]
 
 
 def require_at_least(options: object, **least: int) -> None:
-    """Refuse numbers that are too small, all in one error. A field that has its default was not given."""
-    wrong = []
+    """Refuse numbers below their limit, all in one error. A field with its default value is not checked."""
+    errors = []
     for name, limit in least.items():
-        given, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-        if given == getattr(type(options), name, None):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value == getattr(type(options), name, None):
             continue
-        numbers = given if isinstance(given, tuple) else (given,)
-        wrong += [f"{flag} {number} is below {limit}" for number in numbers if number < limit]
-        wrong += [] if numbers else [f"{flag} has no number"]
-    if wrong:
-        raise UsageError("; ".join(wrong), remedy="give larger numbers, or leave the flags out")
+        numbers = value if isinstance(value, tuple) else (value,)
+        errors += [f"{flag} {number} is below {limit}" for number in numbers if number < limit]
+        errors += [] if numbers else [f"{flag} has no number"]
+    if errors:
+        raise UsageError("; ".join(errors), remedy="give larger numbers, or leave the flags out")
 
 
 def require_gpu(device: str) -> None:
-    """Refuse to go on with cuda where there is none."""
+    """Refuse cuda on a machine without a GPU."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no GPU is here", remedy="leave out --device cuda, or see `freescale doctor --device cuda`")
+        raise UsageError(
+            "this machine has no GPU", remedy="leave out --device cuda, or see `freescale doctor --device cuda`"
+        )
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, and the folder that it is in."""
+    """Write a page, and create its folder."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
 def say(*lines: str) -> None:
-    """Print lines for people."""
+    """Print human-readable lines."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def print_table(title: str, header: list[str], rows: Sequence[Sequence[str]], *, words: Sequence[int] = (0,)) -> None:
-    """Print a table for people. `words`: columns of text; the others are numbers and stand at the right."""
+    """Print a human-readable table. `words`: columns of text; the others are numbers and right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -112,10 +114,10 @@ def print_table(title: str, header: list[str], rows: Sequence[Sequence[str]], *,
         table.add_column(name, justify="left" if column in words else "right")
     for row in rows:
         table.add_row(*row)
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
-    Console(file=sys.stdout, width=wide).print(table)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    Console(file=sys.stdout, width=width).print(table)
 
 
 def print_json(result: Any) -> None:
-    """Print a result for a program to read."""
+    """Print a result as JSON."""
     say(json.dumps(result, indent=1))

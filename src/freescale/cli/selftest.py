@@ -1,4 +1,4 @@
-"""`freescale selftest`: is every way and every technique correct on these machines."""
+"""`freescale selftest`: checks every transport and technique on these machines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,28 +8,28 @@ from freescale.cli.options import Flag, parse, print_json, print_table, require_
 from freescale.launch.launcher import launch_ranks
 from freescale.progress import progress
 
-_DEADLINE = 60.0
+_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestOptions:
-    """Run every way between ranks and every technique for a few steps. Exits with 0 only when none failed.
+    """Run every transport and every technique for a few steps. Exits with 0 only if none fails.
 
     freescale selftest --nproc 2
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """What to test."""
+    """Device to test."""
     nproc: int = 2
     """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
     json: Flag = False
     """Print the outcomes as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_selftest(argv: Sequence[str], prog: str) -> int:
-    """Check everything and print what became of each."""
+    """Run all checks and print their outcomes."""
     options = parse(SelftestOptions, argv, prog)
     if (code := launch_ranks(["selftest", *argv], nproc=options.nproc)) is not None:
         return code
@@ -38,7 +38,7 @@ def run_selftest(argv: Sequence[str], prog: str) -> int:
         from freescale.transport.world import destroy_world, init_world
 
         require_gpu(options.device)
-        world = init_world(timeout=_DEADLINE, device=options.device)
+        world = init_world(timeout=_TIMEOUT, device=options.device)
     outcomes = Selftest(world).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.is_rank_zero and options.json:

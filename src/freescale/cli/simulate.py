@@ -1,4 +1,4 @@
-"""`freescale simulate`: what other clusters and other sizes would do with a run, or with a data set."""
+"""`freescale simulate`: predicts a run, or a model on a data set, on other clusters and world sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ _BATCH = 128
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Simulate a run, or a model on a data set, on other machines: throughput, bubbles by cause, and how sure that is.
+    """Simulate a run, or a model on a data set, on other machines: throughput and bubbles, with a range.
 
     freescale simulate runs/latest --gpus 64 256 1024 --cluster h100
     """
@@ -47,15 +47,15 @@ class SimulateOptions:
     model: str = "hstu-large"
     """With --from-data: a recipe or a TOML file."""
     gpus: tuple[int, ...] = (8, 64, 256)
-    """Numbers of ranks."""
+    """World sizes."""
     cluster: str = "h100"
-    """One that comes with the package (a100, cpu, h100, h100-200g), or a TOML file of your own."""
+    """A cluster of the package (a100, cpu, h100, h100-200g), or a TOML file."""
     without: tuple[Literal["balance", "priority", "sm-free"], ...] = ()
-    """Techniques to leave out; without this, nothing, each and everything are compared."""
+    """Techniques to leave out; by default none, each and all are compared."""
     max_history: int = 0
-    """Another longest history than the run's."""
+    """Longest history, if not the run's."""
     batch: int = 0
-    """Other samples per rank and step than the run's."""
+    """Samples per rank and step, if not the run's."""
     steps: int = 50
     """Steps to simulate."""
     out: Path = Path("simulate.html")
@@ -63,57 +63,57 @@ class SimulateOptions:
     json: Flag = False
     """Print everything as JSON."""
     quiet: Flag = False
-    """Show no progress, only results, notes and errors."""
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_simulate(argv: Sequence[str], prog: str) -> int:
-    """Simulate, print and draw."""
+    """Simulate, print and write the page."""
     options = parse(SimulateOptions, argv, prog)
     if (options.run is None) == (options.from_data is None):
         raise UsageError("name a run, or --from-data and a data set", remedy=f"see {prog} --help")
     check_all(
-        lambda: Dataset(_asked(options)[0].data.path),
+        lambda: Dataset(_load_config(options)[0].data.path),
         lambda: cluster.load(options.cluster),
         lambda: require_at_least(options, gpus=1, steps=5, batch=1, max_history=1),
     )
-    question, said = _question(options)
+    scenario, basis = _build_scenario(options)
     used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
     techniques = (Techniques(**used),) if options.without else ABLATION
-    asked, ranks_in_all = sorted(options.gpus), sum(options.gpus) * len(techniques)
-    found = (one for world_size in asked for one in simulate(question, world_size, techniques))
-    outcomes = list(track(found, "simulating", total=ranks_in_all, size=lambda one: one.world_size))
+    total = sum(options.gpus) * len(techniques)
+    results = (result for size in sorted(options.gpus) for result in simulate(scenario, size, techniques))
+    outcomes = list(track(results, "simulating", total=total, size=lambda result: result.world_size))
     name = str(options.run or options.from_data)
-    write_page(options.out, render_report(name, question.cluster, said, outcomes))
+    write_page(options.out, render_report(name, scenario.cluster, basis, outcomes))
     if options.json:
-        figures = [_figures(one, outcomes) for one in outcomes]
-        print_json({"cluster": question.cluster.name, "said": said, "outcomes": figures})
+        values = [_result_values(result, outcomes) for result in outcomes]
+        print_json({"cluster": scenario.cluster.name, "said": basis, "outcomes": values})
     else:
-        print_table(f"{name} on {question.cluster.name}", HEADER, table_rows(outcomes), words=(1,))
-        say(*said, f"page: {options.out}")
+        print_table(f"{name} on {scenario.cluster.name}", HEADER, table_rows(outcomes), words=(1,))
+        say(*basis, f"page: {options.out}")
     return 0
 
 
-def _question(options: SimulateOptions) -> tuple[Scenario, list[str]]:
-    """What is asked, and what the answer rests on."""
-    config, batch = _config(options)
-    found = compute_stats(Dataset(config.data.path))
-    model, where = ModelCost.from_config(config, found), cluster.load(options.cluster)
-    machine, compute = _machine(options.run, model, where)
-    lengths = np.minimum(found.lengths.values, config.data.max_history)
-    said = [
+def _build_scenario(options: SimulateOptions) -> tuple[Scenario, list[str]]:
+    """Return the scenario, and the basis of its prediction as human-readable lines."""
+    config, batch = _simulated_config(options)
+    stats = compute_stats(Dataset(config.data.path))
+    model, where = ModelCost.from_config(config, stats), cluster.load(options.cluster)
+    machine, compute = _device_model(options.run, model, where)
+    lengths = np.minimum(stats.lengths.values, config.data.max_history)
+    basis = [
         compute,
         f"{batch} samples per rank, histories up to {config.data.max_history:,}, "
         f"{config.model.kind} with {config.model.layers} layers of {config.model.dim}.",
-        f"Figures of {where.name}: see the page for their sources; what is assumed there is a range.",
+        f"Figures of {where.name}: see the page for their sources; assumed figures are ranges.",
     ]
     if config.task.kind == "ranking":
-        said.append("The candidates of this task are left out: its steps are longer than these.")
-    counts = found.lengths.counts
-    return Scenario(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), said
+        basis.append("The candidates of this task are left out: its steps are longer than these.")
+    counts = stats.lengths.counts
+    return Scenario(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), basis
 
 
-def _asked(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
-    """The config of the run or the recipe, and its samples per rank."""
+def _load_config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
+    """Return the config of the run or the recipe, and its samples per rank."""
     if options.run is None:
         config = configs.resolve(options.model)
         return replace(config, data=replace(config.data, path=str(options.from_data))), _BATCH
@@ -121,37 +121,36 @@ def _asked(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
     return config, max(1, config.data.global_batch // records.read_machine(options.run).world_size)
 
 
-def _config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
-    """The config that is simulated, and its samples per rank."""
-    config, batch = _asked(options)
+def _simulated_config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:
+    """Return the config to simulate, and its samples per rank."""
+    config, batch = _load_config(options)
     data = replace(config.data, max_history=options.max_history or config.data.max_history)
     return replace(config, data=data), options.batch or batch
 
 
-def _machine(run: Path | None, model: ModelCost, where: Cluster) -> tuple[Callable[[Cluster], DeviceModel], str]:
-    """How quick a rank is: as the run was, if it ran on such a device; else by the device's figures."""
+def _device_model(run: Path | None, model: ModelCost, where: Cluster) -> tuple[Callable[[Cluster], DeviceModel], str]:
+    """Return the speed of a rank: measured if the run was on such a device, else by the device's figures."""
     device = "" if run is None else records.read_machine(run).device
     if run is None or where.device.lower() not in device.lower():
         why = f"the run was on {device}" if device else "there is no run"
         return lambda c: DeviceModel.from_cluster(c, model), f"Compute by the figures of {where.device}, since {why}."
     compute = operations.fit_compute(records.read_samples(run))
-    return lambda c: compute.apply_to(
-        DeviceModel.from_cluster(c, model)
-    ), f"Compute as measured on {device}, {compute.error:.1%} off."
+    basis = f"Compute as measured on {device}, {compute.error:.1%} off."
+    return lambda c: compute.apply_to(DeviceModel.from_cluster(c, model)), basis
 
 
-def _figures(one: SimulationResult, outcomes: Sequence[SimulationResult]) -> dict[str, Any]:
+def _result_values(result: SimulationResult, outcomes: Sequence[SimulationResult]) -> dict[str, Any]:
     return {
-        "world_size": one.world_size,
-        "with": one.techniques.name,
-        "step_ms": one.summary.step_ms,
-        "step_ms_band": one.step_ms,
-        "samples_per_second": one.samples_per_second,
-        "scaling": scaling(one, outcomes),
-        "bubble_percent": one.summary.bubble_percent,
-        "bubble_percent_band": one.bubble_percent,
-        "straggler_percent": one.summary.straggler_percent,
-        "collisions": one.collisions,
-        "moved": one.moved,
-        "causes_ms": {line.cause: line.ms for line in one.summary.lines},
+        "world_size": result.world_size,
+        "with": result.techniques.name,
+        "step_ms": result.summary.step_ms,
+        "step_ms_band": result.step_ms,
+        "samples_per_second": result.samples_per_second,
+        "scaling": scaling(result, outcomes),
+        "bubble_percent": result.summary.bubble_percent,
+        "bubble_percent_band": result.bubble_percent,
+        "straggler_percent": result.summary.straggler_percent,
+        "collisions": result.collisions,
+        "moved": result.moved,
+        "causes_ms": {line.cause: line.ms for line in result.summary.lines},
     }
