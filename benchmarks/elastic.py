@@ -1,4 +1,4 @@
-"""Do hosts that come and go change what is learnt, and does a launcher that starts ranks again and again grow?
+"""Checks that hosts that leave and join keep the training result, and that a launcher does not grow with restarts.
 
     python benchmarks/elastic.py sizes [--ranks 4] [--steps 240] [--out FILE.json]
     python benchmarks/elastic.py soak [--minutes 30] [--every 60] [--out FILE.json]
@@ -29,7 +29,7 @@ import torch
 from freescale.checkpoint import checkpoints
 from freescale.checkpoint.tensor_files import LocalRows, read_json
 from record import save
-from watched import Run, make_data
+from watched import WatchedRun, make_data
 
 RECIPE = ["train", "tiny", "--train.epochs", "999", "--train.log-every", "1", "--train.timeout", "20"]
 SERVES = "this host serves the store"
@@ -39,7 +39,7 @@ SAMPLE_AT_SECONDS = 15.0
 
 
 def learnt(run: Path) -> dict[str, np.ndarray]:
-    """All tensors of the newest checkpoint, put together from whatever ranks wrote them."""
+    """Return all tensors of the newest checkpoint, concatenated over the ranks that wrote them."""
     checkpoint = checkpoints.complete_checkpoints(run / "checkpoints")[-1]
     shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
     for path in checkpoint.glob("rank-*.json"):
@@ -52,19 +52,19 @@ def learnt(run: Path) -> dict[str, np.ndarray]:
 
 
 def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
-    """4 -> 2 -> 3 -> 4 ranks, by hosts that are lost and come."""
+    """Train on 4 -> 2 -> 3 -> 4 ranks, by hosts that leave and join."""
     data = make_data(folder / "data")
     words = [*RECIPE, "--train.max-steps", str(steps), "--train.save-every", "4", "--train.precision", "fp64"]
     words += ["--data", str(data), "--data.global-batch", "96", "--model.dim", "64", "--restarts", "9"]
     one_thread = {"OMP_NUM_THREADS": "1"}  # each; the hosts share this machine
-    calm = Run(folder / "calm", [*words, "--nproc", str(ranks)], **one_thread)
+    calm = WatchedRun(folder / "calm", [*words, "--nproc", str(ranks)], **one_thread)
     assert calm.ended() == 0, calm.said
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     elastic = [*words, "--nproc", "1", "--hosts", f"1:{ranks}", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     run = folder / "elastic"
-    agents = [Run(run, elastic, **one_thread) for _ in range(ranks)]
+    agents = [WatchedRun(run, elastic, **one_thread) for _ in range(ranks)]
     for agent in agents:
         agent.wait_for_ranks(1)
     agents.sort(key=lambda agent: SERVES not in agent.said)
@@ -77,7 +77,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     while len(agents) < ranks:
         _wait_until(lambda: f"resumed on {len(agents)} ranks" in first.said, first)
         _wait_for_steps(first, 8)
-        agents.append(Run(run, elastic, **one_thread))
+        agents.append(WatchedRun(run, elastic, **one_thread))
     codes = [agent.ended() for agent in agents]
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     a, b = learnt(folder / "calm"), learnt(run)
@@ -93,12 +93,12 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _wait_for_steps(run: Run, count: int) -> None:
+def _wait_for_steps(run: WatchedRun, count: int) -> None:
     begun = run.said.count("\nstep ")
     _wait_until(lambda: run.said.count("\nstep ") >= begun + count, run)
 
 
-def _wait_until(met: Callable[[], bool], run: Run) -> None:
+def _wait_until(met: Callable[[], bool], run: WatchedRun) -> None:
     until = time.monotonic() + 120
     while not met():
         assert time.monotonic() < until, f"the hosts did not get where they should: {run.said[-2000:]}"
@@ -106,11 +106,11 @@ def _wait_until(met: Callable[[], bool], run: Run) -> None:
 
 
 def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
-    """One fault a minute; after each, ranks of the same age are looked at."""
+    """Inject one fault a minute; after each, measure ranks of the same age."""
     data = make_data(folder / "data")
     endless = ["--train.epochs", "1000000", "--train.max-steps", "10000000", "--restarts", "100000"]
     words = [*RECIPE, *endless, "--data", str(data), "--nproc", "2", "--train.save-every", "40"]
-    run = Run(folder / "run", words)
+    run = WatchedRun(folder / "run", words)
     random, seen, files = np.random.default_rng(0), [], []
     run.wait_for(1)
     hit = time.monotonic()
@@ -140,18 +140,18 @@ def soak(folder: Path, minutes: float, every: float) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> Counter[str]:
-    """All files below, by name: those of a checkpoint have one name whatever its step."""
+    """Count all files by name, without the step of a checkpoint."""
     found = [os.path.relpath(Path(where) / name, folder) for where, _, names in os.walk(folder) for name in names]
     return Counter(re.sub(r"step-\d+", "step-N", name) for name in found)
 
 
 def parent(pid: int) -> int:
-    """Of a rank: the process that it was forked from."""
+    """Return the process that a rank was forked from."""
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def usage(pid: int) -> dict[str, float]:
-    """What a process holds."""
+    """Return memory, descriptors and threads of a process."""
     status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     return {
         "memory_mb": int(status["VmRSS"].split()[0]) / 1024,

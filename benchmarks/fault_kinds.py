@@ -1,7 +1,4 @@
-"""What may happen to a run: each kind of fault, by its number alone.
-
-Whether the run came through is judged elsewhere (see `faults`).
-"""
+"""The kinds of faults that `faults` injects into a run. The number of a fault determines its details."""
 
 import contextlib
 import os
@@ -14,7 +11,7 @@ import numpy as np
 from tests.support import lab as labs
 from tests.support.failing_disk import failing_disk_at
 
-from watched import Run, alive, require
+from watched import WatchedRun, alive, require
 
 STEPS, SAVE_EVERY, DEADLINE = 60, 6, 8.0
 RECIPE = ["train", "tiny", "--train.epochs", "99", "--train.max-steps", str(STEPS), "--train.log-every", "1"]
@@ -24,7 +21,7 @@ _LATEST_STEP = STEPS - 15
 
 
 class Trial:
-    """One fault: what it is, whom it hits and when. All drawn from its number."""
+    """One fault: its kind, victim and time, all drawn from its number."""
 
     def __init__(self, number: int, kind: str, data: Path, place: Path, *, quick: bool = False) -> None:
         """`quick`: never more than two ranks, which start sooner."""
@@ -39,27 +36,27 @@ class Trial:
             self.ways = ["c10d", "c10d"]
         if quick:
             self.count, self.victim = 2, self.victim % 2
-        self.hit_by, self.started = [kind], list[Run]()
+        self.hit_by, self.started = [kind], list[WatchedRun]()
         self.expected = (0,)
-        """Exit codes that are right."""
+        """Expected exit codes."""
         self.same = True
-        """Whether the run must end with what the undisturbed one learnt."""
+        """Whether the run must end with the result of the undisturbed one."""
 
     def words(self, *more: str) -> list[str]:
-        """Of the command, but for where it writes."""
+        """Return the arguments of the command, except its output folder."""
         ways = ["--transport.urgent", self.ways[0], "--transport.deferred", self.ways[1]]
         return [*RECIPE, "--data", str(self.data), *ways, *more]
 
-    def start(self, *more: str, **environment: str) -> Run:
-        return self.watched(Run(self.place, self.words("--nproc", str(self.count), *more), **environment))
+    def start(self, *more: str, **environment: str) -> WatchedRun:
+        return self.watched(WatchedRun(self.place, self.words("--nproc", str(self.count), *more), **environment))
 
-    def watched(self, run: Run) -> Run:
-        """A run that is not left behind if something is wrong."""
+    def watched(self, run: WatchedRun) -> WatchedRun:
+        """Start a run that is ended if a check fails."""
         self.started.append(run)
         return run
 
     def moments(self, *faults: str) -> Iterator[int]:
-        """Of faults that hit one run: after which step each does."""
+        """Return after which step each of several faults hits the run."""
         self.hit_by = list(faults)
         apart = _LATEST_STEP // len(faults)
         return (apart * number + int(self.random.integers(2, 6)) for number in range(len(faults)))
@@ -68,7 +65,7 @@ class Trial:
 # --- On one host -----------------------------------------------------------------------------------------------------
 
 
-def kill(trial: Trial) -> list[Run]:
+def kill(trial: Trial) -> list[WatchedRun]:
     """A rank is killed (-9), after a step or while it starts."""
     run = trial.start()
     if trial.random.random() < 0.2:
@@ -81,30 +78,30 @@ def kill(trial: Trial) -> list[Run]:
     return [run]
 
 
-def stop(trial: Trial) -> list[Run]:
-    """A rank is stopped and does not go on."""
+def stop(trial: Trial) -> list[WatchedRun]:
+    """A rank hangs."""
     run = trial.start()
     run.wait_for(trial.step)
     _signal(run, trial.victim, signal.SIGSTOP)
     return [run]
 
 
-def pause(trial: Trial) -> list[Run]:
-    """A rank is stopped for less than the timeout: nobody has to start again."""
+def pause(trial: Trial) -> list[WatchedRun]:
+    """A rank is stopped for less than the timeout: no restart is needed."""
     run = trial.start("--restarts", "0")
     run.wait_for(trial.step)
     _pause_for_a_while(run, trial.victim)
     return [run]
 
 
-def _pause_for_a_while(run: Run, rank: int) -> None:
+def _pause_for_a_while(run: WatchedRun, rank: int) -> None:
     _signal(run, rank, signal.SIGSTOP)
     time.sleep(DEADLINE / 4)
     _signal(run, rank, signal.SIGCONT)
 
 
-def agent(trial: Trial) -> list[Run]:
-    """The launcher itself is killed: its ranks end with it, and somebody starts the run again by hand."""
+def agent(trial: Trial) -> list[WatchedRun]:
+    """The launcher itself is killed: its ranks end with it, and the run is restarted manually."""
     run = trial.start()
     run.wait_for(trial.step)
     ranks = run.ranks()
@@ -115,8 +112,8 @@ def agent(trial: Trial) -> list[Run]:
     return [again]
 
 
-def corrupt(trial: Trial) -> list[Run]:
-    """A rank is killed, and the newest checkpoint is cut or changed before anybody reads it."""
+def corrupt(trial: Trial) -> list[WatchedRun]:
+    """A rank is killed, and the newest checkpoint is truncated or changed before it is read."""
     run = trial.start()
     run.wait_for(max(trial.step, 2 * SAVE_EVERY + 3))
     _signal(run, trial.victim, signal.SIGKILL)
@@ -132,7 +129,7 @@ def _spoil_newest(trial: Trial) -> None:
     file.write_bytes(content if trial.random.random() < 0.5 else content[: len(content) // 2])
 
 
-def full(trial: Trial) -> list[Run]:
+def full(trial: Trial) -> list[WatchedRun]:
     """The disk fills up for a while."""
     run = trial.start()
     run.wait_for(trial.step)
@@ -142,7 +139,7 @@ def full(trial: Trial) -> list[Run]:
     return [run]
 
 
-def full_for_good(trial: Trial) -> list[Run]:
+def full_for_good(trial: Trial) -> list[WatchedRun]:
     """The disk fills up and stays so: the last checkpoint cannot be written."""
     trial.expected, trial.same = (1,), False
     run = trial.start("--restarts", "0")
@@ -151,13 +148,13 @@ def full_for_good(trial: Trial) -> list[Run]:
     return [run]
 
 
-def fsync(trial: Trial) -> list[Run]:
+def fsync(trial: Trial) -> list[WatchedRun]:
     """One call of one rank to the disk of the checkpoints fails: it opens, writes, syncs or renames."""
     return [trial.start(**_failing_disk(trial, before=40))]
 
 
 def _failing_disk(trial: Trial, *, before: int) -> dict[str, str]:
-    """What tells the victim's disk which call it is to fail."""
+    """Return the environment that makes a call of the victim fail."""
     call, error = str(int(trial.random.integers(1, before))), str(int(trial.random.choice([5, 28])))
     return {
         "LD_PRELOAD": str(failing_disk_at(trial.place.parent)),
@@ -168,8 +165,8 @@ def _failing_disk(trial: Trial, *, before: int) -> dict[str, str]:
     }
 
 
-def bad_sample(trial: Trial) -> list[Run]:
-    """A row of the data cannot be used: the run ends at once, with the row, and is not started again."""
+def bad_sample(trial: Trial) -> list[WatchedRun]:
+    """A row of the data cannot be used: the run ends at once, names the row, and does not restart."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -188,12 +185,12 @@ def bad_sample(trial: Trial) -> list[Run]:
     return [trial.start()]
 
 
-def _signal(run: Run, rank: int, kind: signal.Signals) -> None:
+def _signal(run: WatchedRun, rank: int, kind: signal.Signals) -> None:
     os.kill(run.ranks()[rank], kind)
 
 
 def fill(path: Path) -> None:
-    """Take all the room that a disk has."""
+    """Fill a disk."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"\0" * (1 << 16)):
             pass
@@ -202,25 +199,25 @@ def fill(path: Path) -> None:
 # --- Between hosts ---------------------------------------------------------------------------------------------------
 
 
-def _on_host(trial: Trial, hosts: labs.Lab, host: int, *more: str) -> Run:
+def _on_host(trial: Trial, hosts: labs.Lab, host: int, *more: str) -> WatchedRun:
     meet = f"{labs.ADDRESS.format(1)}:29471"
     words = trial.words("--nproc", "1", "--hosts", "2", "--rdzv-endpoint", meet, *more)
-    return trial.watched(Run(trial.place, words, host=hosts.hosts[host]))
+    return trial.watched(WatchedRun(trial.place, words, host=hosts.hosts[host]))
 
 
-def on_hosts(trial: Trial, hosts: labs.Lab, *more: str) -> list[Run]:
+def on_hosts(trial: Trial, hosts: labs.Lab, *more: str) -> list[WatchedRun]:
     """A rank on each of two hosts. The first serves the store."""
     return [_on_host(trial, hosts, host, *more) for host in (0, 1)]
 
 
-def finished(runs: list[Run]) -> list[Run]:
+def finished(runs: list[WatchedRun]) -> list[WatchedRun]:
     """Wait while the hosts are still there."""
     for run in runs:
         run.ended()
     return runs
 
 
-def slow_link(trial: Trial) -> list[Run]:
+def slow_link(trial: Trial) -> list[WatchedRun]:
     """The links between hosts become slow for a while."""
     with labs.lab(2) as hosts:
         runs = on_hosts(trial, hosts)
@@ -235,7 +232,7 @@ def _slow_for_a_while(trial: Trial, hosts: labs.Lab) -> None:
     hosts.shape(None)
 
 
-def cut_link(trial: Trial) -> list[Run]:
+def cut_link(trial: Trial) -> list[WatchedRun]:
     """The link of a host is cut for good, and no run is possible on fewer: an error on both sides."""
     trial.expected, trial.same = (5,), False
     with labs.lab(2) as hosts:
@@ -245,7 +242,7 @@ def cut_link(trial: Trial) -> list[Run]:
         return finished(runs)
 
 
-def cut_and_mended(trial: Trial) -> list[Run]:
+def cut_and_mended(trial: Trial) -> list[WatchedRun]:
     """The link of a host is cut for a few seconds."""
     with labs.lab(2) as hosts:
         runs = on_hosts(trial, hosts)
@@ -260,15 +257,15 @@ def _cut_for_a_while(trial: Trial, hosts: labs.Lab) -> None:
     hosts.mend(1)
 
 
-def lost_host(trial: Trial) -> list[Run]:
-    """A host is cut off until it has given up; then it comes back, as a new agent."""
+def lost_host(trial: Trial) -> list[WatchedRun]:
+    """A host is cut off until it gives up; then it rejoins as a new agent."""
     with labs.lab(2) as hosts:
         runs = on_hosts(trial, hosts)
         runs[0].wait_for(trial.step, runs[1])
         return finished([runs[0], _lost_and_back(trial, hosts, runs[1])])
 
 
-def _lost_and_back(trial: Trial, hosts: labs.Lab, run: Run) -> Run:
+def _lost_and_back(trial: Trial, hosts: labs.Lab, run: WatchedRun) -> WatchedRun:
     hosts.cut(1)
     code = run.ended()
     require(code == 5, f"the host that was cut off ended with {code}")
@@ -276,15 +273,15 @@ def _lost_and_back(trial: Trial, hosts: labs.Lab, run: Run) -> Run:
     return _on_host(trial, hosts, 1)
 
 
-def lost_store(trial: Trial) -> list[Run]:
-    """The host that serves the store is lost: the other ends with an error, and somebody starts the run again."""
+def lost_store(trial: Trial) -> list[WatchedRun]:
+    """The host that serves the store is lost: the other ends with an error, and the run is restarted manually."""
     with labs.lab(2) as hosts:
         runs = on_hosts(trial, hosts)
         runs[0].wait_for(max(trial.step, SAVE_EVERY + 2), runs[1])
         return finished(_started_again(trial, hosts, runs))
 
 
-def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[Run]:
+def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[WatchedRun]) -> list[WatchedRun]:
     os.killpg(runs[0].agent, signal.SIGKILL)
     code = runs[1].ended()
     require(code == 5 and "this host lost the store" in runs[1].said, f"it ended with {code}: {runs[1].said}")
@@ -294,8 +291,8 @@ def _started_again(trial: Trial, hosts: labs.Lab, runs: Sequence[Run]) -> list[R
 # --- Several, each before the last is forgotten ----------------------------------------------------------------------
 
 
-def several_on_one_host(trial: Trial) -> list[Run]:
-    """One after another; a call to the disk fails besides, and does so again whenever ranks were started again."""
+def several_on_one_host(trial: Trial) -> list[WatchedRun]:
+    """Several faults in turn; a call to the disk also fails, again after every restart."""
     killed, paused, spoilt, stopped, filled = trial.moments("kill", "pause", "corrupt", "stop", "full")
     trial.hit_by.append("fsync")
     run = trial.start(**_failing_disk(trial, before=16))
@@ -315,8 +312,8 @@ def several_on_one_host(trial: Trial) -> list[Run]:
     return [run]
 
 
-def several_between_hosts(trial: Trial) -> list[Run]:
-    """One after another, until the host that serves the store is lost and somebody starts the run again."""
+def several_between_hosts(trial: Trial) -> list[WatchedRun]:
+    """Several faults in turn, until the host of the store is lost and the run is restarted manually."""
     slowed, cut, killed, lost, ended = trial.moments("slow link", "cut and mended", "kill", "lost host", "lost store")
     with labs.lab(2) as hosts:
         runs = on_hosts(trial, hosts)
@@ -332,7 +329,7 @@ def several_between_hosts(trial: Trial) -> list[Run]:
         return finished(_started_again(trial, hosts, runs))
 
 
-KINDS: dict[str, Callable[[Trial], list[Run]]] = {
+KINDS: dict[str, Callable[[Trial], list[WatchedRun]]] = {
     "kill": kill,
     "stop": stop,
     "corrupt": corrupt,
@@ -348,7 +345,7 @@ KINDS: dict[str, Callable[[Trial], list[Run]]] = {
     "full for good": full_for_good,
     "pause": pause,
 }
-SEVERAL: dict[str, Callable[[Trial], list[Run]]] = {
+SEVERAL: dict[str, Callable[[Trial], list[WatchedRun]]] = {
     "several on one host": several_on_one_host,
     "several between hosts": several_between_hosts,
 }

@@ -1,11 +1,11 @@
-"""Does a run lose anything, or hang, whatever happens to it?
+"""Injects seeded faults into real runs, and checks that none hangs or loses a step.
 
     python benchmarks/faults.py [--faults 200] [--only 7 11 ...] [--kinds kill stop ...] [--quick] [--out FILE.json]
 
-Every fault is seeded: its kind, how many ranks, which way their rows take, who is hit and after which step. It hits a
-real `freescale train`, under the launcher as users start it, on one host or on hosts of a lab. The run must end with
-the checkpoint of the undisturbed run, to the last bit, or, where nobody could go on, with one clear error in time.
-Two kinds, which are only there if asked for, let many faults hit one run, each before the last is forgotten.
+The seed determines the kind of a fault, the world size, the transport, the victim and the step. The fault hits a real
+`freescale train` under its launcher, on one host or on hosts of a lab. The run must end with bitwise the checkpoint of
+the undisturbed run or, where it cannot continue, with one clear error in time. Two kinds, on request only, inject
+several faults into one run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from watched import make_data, require
 
 
 def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quick: bool = False) -> dict[str, Any]:
-    """Let one fault happen, and look what became of the run."""
+    """Inject one fault and return the outcome of the run."""
     with tempfile.TemporaryDirectory() as folder, _DiskOf(kind, Path(folder)) as place:
         trial = Trial(number, kind, data, place, quick=quick)
         expected = baselines.of(trial)
@@ -70,7 +70,7 @@ def trial_of(number: int, kind: str, data: Path, baselines: "Baselines", *, quic
 
 
 class Baselines:
-    """What undisturbed runs learn, by the number of ranks and where they are."""
+    """Results of undisturbed runs, by world size and hosts."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], dict[str, bytes]] = {}
@@ -92,7 +92,7 @@ class Baselines:
 
 
 def learnt(run: Path) -> dict[str, bytes]:
-    """The last checkpoint, whole."""
+    """Return the last checkpoint."""
     folder = run / "checkpoints" / f"step-{STEPS:08d}"
     return {path.name: path.read_bytes() for path in folder.glob("rank-*.bytes")}
 
@@ -102,12 +102,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def losses(run: Path) -> list[int]:
-    """Steps that were noted, in order."""
+    """Return the logged steps in order."""
     return [entry["step"] for entry in metrics(run) if entry["kind"] == "train"]
 
 
 class _DiskOf:
-    """Where a run writes: a small disk of its own, where it is to fill up."""
+    """Provide the folder of a run: a small disk where it is to fill up."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._mounted = folder / "disk" if kind in ON_SMALL_DISK else None
@@ -125,7 +125,7 @@ class _DiskOf:
 
 
 def kind_of(number: int) -> str:
-    """Every kind in turn, the likely ones more often."""
+    """Return all kinds in turn, the likely ones more often."""
     kinds = [*KINDS, *OFTEN]
     return kinds[number % len(kinds)]
 

@@ -1,10 +1,10 @@
-"""Does every command, whatever its options and files, end soon, with a result or with an error of ours?
+"""Runs random commands on damaged files, and checks that each ends soon with a result or an error of ours.
 
     python benchmarks/fuzz_cli.py [--cases 2000] [--seed 0] [--workers 2] [--only NUMBER ...] [--out FILE.json]
 
 A case is a random command on files of which some are damaged, in a folder of its own. It must end within --seconds with
-a documented exit code. A failure says what is wrong and what to do, without a traceback; a success has written what it
-was asked for; no process and no temporary file is left. A case follows from the seed and its number: --only runs it
+a documented exit code. A failure names the cause and the remedy, without a traceback; a success has written its output;
+no process and no temporary file is left. A case follows from the seed and its number: --only runs it
 again and prints everything.
 """
 

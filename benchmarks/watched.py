@@ -1,4 +1,4 @@
-"""A training that is watched from outside, as users start it: what it says, where it stands, which processes it has."""
+"""Watches a training from outside: its output, its progress and its processes."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from pathlib import Path
 HANGS_AFTER = 240.0
 
 
-class Run:
-    """A training that is watched: what it says, and where it stands."""
+class WatchedRun:
+    """A training in a child process, with its output and progress."""
 
     def __init__(self, folder: Path, words: Sequence[str], *, host: str = "", **environment: str) -> None:
         inside = ["ip", "netns", "exec", host] if host else []
@@ -30,8 +30,8 @@ class Run:
         self._reader = threading.Thread(target=self._listen, daemon=True)
         self._reader.start()
 
-    def wait_for(self, step: int, other: "Run | None" = None) -> None:
-        """Return when a step was told: here, or by another host, since either may hold the rank that tells."""
+    def wait_for(self, step: int, other: "WatchedRun | None" = None) -> None:
+        """Return when a step is logged by this run or by another host, since either may have rank 0."""
         runs, until = [self, *([other] if other else [])], time.monotonic() + HANGS_AFTER
         while all(run._reached < step for run in runs):
             ended = all(not run._reader.is_alive() for run in runs)
@@ -39,22 +39,22 @@ class Run:
             time.sleep(0.005)
 
     def wait_for_ranks(self, count: int) -> None:
-        """Return when so many have been started."""
+        """Return when so many ranks have started."""
         while len(self.ranks()) < count:
             require(self._reader.is_alive(), f"no ranks were started: {self.said[-2000:]}")
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks, in order."""
+        """Return the processes of the ranks, in order."""
         return [rank for child in _children(self.agent) for rank in _children(child)]
 
     @property
     def agent(self) -> int:
-        """The process that started them: `ip netns exec` becomes it."""
+        """Return the launcher's process, which `ip netns exec` becomes."""
         return self._process.pid
 
     def ended(self) -> int | None:
-        """The exit code; None if it hangs, and then it is no more."""
+        """Return the exit code; kill the run and return None if it hangs."""
         try:
             code = self._process.wait(HANGS_AFTER)
         except subprocess.TimeoutExpired:
@@ -77,7 +77,7 @@ def _children(pid: int) -> list[int]:
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that still run a while later."""
+    """Return the processes that still run a while later."""
     until = time.monotonic() + 5
     while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.05)
@@ -90,7 +90,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def make_data(folder: Path) -> Path:
-    """A log that every run trains on."""
+    """Write the log that every run trains on."""
     words = ["data", "synth", "--preset", "ml1m", "--users", "600", "--items", "500", str(folder)]
     subprocess.run([sys.executable, "-m", "freescale", *words], check=True, capture_output=True)
     return folder

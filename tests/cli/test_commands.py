@@ -103,7 +103,8 @@ def test_stats_warn_about_files_without_checksums(tmp_path: Path, capsys: pytest
     pq.write_table(histories([3] * 50), tmp_path / "foreign.parquet")
     assert main(["data", "stats", str(tmp_path)]) == 0
     assert (
-        "1 files without page checksums (foreign.parquet first): flipped bits cannot be seen" in capsys.readouterr().err
+        "1 files without page checksums (foreign.parquet first): flipped bits cannot be detected"
+        in capsys.readouterr().err
     )
 
 

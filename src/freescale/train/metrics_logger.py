@@ -152,7 +152,7 @@ class StepMeter:
 
     def read(self) -> MeterReading:
         """Return what was counted, and restart."""
-        import torch  # not at the top: who only reads entries needs no torch
+        import torch  # not at the top: reading entries needs no torch
 
         loss = mean = largest = 0.0
         if self._norms:
