@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.lab import lab
 
-from freescale.bench import step
+from freescale.bench import step_comparison
 from freescale.config import RunConfig, resolve
 from freescale.data import synthetic
 from freescale.transport.world import World
@@ -46,23 +46,25 @@ def settings(options: argparse.Namespace, data: Path, samples: int, ranks: int) 
 
 
 def compared(world: World, config: RunConfig, folder: Path, steps: int) -> Any:
-    return step.compare_losses(config, world, folder, steps=steps)
+    return step_comparison.compare_losses(config, world, folder, steps=steps)
 
 
 def measured(
     world: World,
     config: RunConfig,
     folder: Path,
-    exact: list[step.LossDifference],
+    exact: list[step_comparison.LossDifference],
     options: argparse.Namespace,
     emulated: bool,
 ) -> Any:
-    found = step.measure_steps(config, world, folder, turns=options.turns, emulated=emulated, on_progress=print)
+    found = step_comparison.measure_steps(
+        config, world, folder, turns=options.turns, emulated=emulated, on_progress=print
+    )
     if not world.is_rank_zero:
         return None
     figures = {"variants": found.figures(), "floor": found.noise_floor(), "exact": [one._asdict() for one in exact]}
     calibration = {"step": found.compute.step, "cost": found.compute.cost.constants, "off": found.compute.error}
-    return figures | {"calibration": calibration}, step.render_page(found, exact)
+    return figures | {"calibration": calibration}, step_comparison.render_page(found, exact)
 
 
 def of_preset(

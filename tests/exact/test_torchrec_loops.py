@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from freescale.bench.step import PLAIN, SPARSE_DIST, LossDifference, compare_losses
+from freescale.bench.step_comparison import PLAIN, SPARSE_DIST, LossDifference, compare_losses
 from freescale.config import RunConfig
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small

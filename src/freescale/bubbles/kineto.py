@@ -323,16 +323,16 @@ def read_traces(folder: Path) -> Traces:
     numbers = _common_steps(ranks, folder)
     shifts, bound = _shifts(ranks)
     steps: list[list[RankStep]] = []
-    lacking = set[str]()
+    missing = set[str]()
     for number in track(numbers, "aligning traces", unit="steps"):
         # A transfer in flight on one rank may be complete on another, whose arrival still counts.
         names = set[str]().union(*(rank.names_in_flight(number) for rank in ranks))
         steps.append([rank.step(number, names).shifted(by) for rank, by in zip(ranks, shifts, strict=True)])
         on_all = set.intersection(*({t.name for t in step.transfers} for step in steps[-1]))
-        lacking |= {name for name in names - on_all if " of rank " not in name}
-    if lacking:
+        missing |= {name for name in names - on_all if " of rank " not in name}
+    if missing:
         warning_once(
-            f"some ranks lack collectives of others ('{min(lacking)}'): last arrivals ignore the ranks without them"
+            f"some ranks lack collectives of others ('{min(missing)}'): last arrivals ignore the ranks without them"
         )
     return Traces(steps, bound)
 

@@ -148,12 +148,12 @@ def run_step(argv: Sequence[str], prog: str) -> int:
 
 def _measure_step(options: argparse.Namespace, config: RunConfig) -> int:
     with progress("starting"):
-        from freescale.bench import step
+        from freescale.bench import step_comparison
         from freescale.transport.world import destroy_world, init_world
 
         world = init_world(timeout=config.train.timeout)
     folder = options.out.with_suffix("")
-    trainings = options.turns * len(step.VARIANTS) + sum(map(len, step.LOSS_VARIANTS.values()))
+    trainings = options.turns * len(step_comparison.VARIANTS) + sum(map(len, step_comparison.LOSS_VARIANTS.values()))
     with progress("training", total=trainings, unit="trainings", at_once=True, in_background=False) as bar:
 
         def tell(text: str) -> None:
@@ -161,21 +161,25 @@ def _measure_step(options: argparse.Namespace, config: RunConfig) -> int:
             if not options.json and not options.quiet:
                 say(text)
 
-        result = step.measure_steps(
+        result = step_comparison.measure_steps(
             config, world, folder, turns=options.turns, emulated=options.timed, on_progress=tell
         )
-        exact = step.compare_losses(
+        exact = step_comparison.compare_losses(
             config, world, folder, steps=options.exact_steps, on_progress=lambda _: bar.advance()
         )
     if world.is_rank_zero:
-        write_page(options.out, step.render_page(result, exact))
+        write_page(options.out, step_comparison.render_page(result, exact))
         if options.json:
             losses = [row._asdict() for row in exact]
             print_json({"variants": result.figures(), "floor": result.noise_floor(), "exact": losses})
         else:
-            print_table(f"{world.world_size} ranks", step.HEADER, step.table_rows(result.figures()))
-            print_table("training result", step.LOSS_HEADER, step.loss_rows(exact), words=(0, 1, 2))
-            say(step.headline(result), f"page: {options.out}")
+            print_table(
+                f"{world.world_size} ranks", step_comparison.HEADER, step_comparison.table_rows(result.figures())
+            )
+            print_table(
+                "training result", step_comparison.LOSS_HEADER, step_comparison.loss_rows(exact), words=(0, 1, 2)
+            )
+            say(step_comparison.headline(result), f"page: {options.out}")
     destroy_world()
     return 0
 

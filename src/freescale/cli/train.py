@@ -10,12 +10,14 @@ from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
 from freescale.config import RECIPES, RunConfig, resolve, to_toml
 from freescale.launch import Hosts
-from freescale.launch.launcher import launch_ranks
+from freescale.launch.launcher import is_rank, launch_ranks
+from freescale.log import info_once
 from freescale.progress import progress
 
 _TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a flag (--train.epochs 3).
 
-  freescale train tiny --data data/demo --nproc 2
+  freescale train tiny --nproc 2                                          (generates demo data)
+  freescale train hstu-ml1m --data data/ml1m --nproc 2
   freescale train run.toml --nproc 8 --hosts 2:4 --rdzv-endpoint 10.0.0.1:29400    (on every host)
   torchrun --nproc-per-node 2 -m freescale train run.toml
   srun freescale train run.toml
@@ -44,7 +46,10 @@ def run_config(argv: Sequence[str], prog: str) -> int:
 
 def run_train(argv: Sequence[str], prog: str) -> int:
     """Train in this process, or start the ranks."""
-    options, config = parse_run(_train_parser(prog), argv)
+    parser = _train_parser(prog)
+    if _needs_demo_data(parser, argv):
+        argv = [*argv, "--data", str(_demo_data())]
+    options, config = parse_run(parser, argv)
     hosts = Hosts.parse(options.hosts, options.rdzv_endpoint)
     out = options.out or Path("runs") / Path(options.source).stem
     preflight.check_train(config, out, options, joins=hosts is not None)
@@ -52,6 +57,27 @@ def run_train(argv: Sequence[str], prog: str) -> int:
         words = ["train", *argv]
         code = launch_ranks(words, nproc=options.nproc, hosts=hosts, restarts=options.restarts, lock=lock)
         return code if code is not None else _train_on_rank(options, config, out)
+
+
+def _needs_demo_data(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
+    """Return whether the recipe `tiny` is to be trained and no data is given."""
+    options, overrides = parser.parse_known_args(list(argv))
+    flags = [word.partition("=")[0] for word in overrides]
+    return options.source == "tiny" and options.data is None and "--data.path" not in flags and not is_rank()
+
+
+def _demo_data() -> Path:
+    """Return the folder of a small synthetic data set; generate it if it does not exist."""
+    folder = Path("data/demo")
+    lengths = "a synthetic log with MovieLens-like lengths"
+    if folder.exists():
+        info_once(f"no --data is given: training on {folder}, {lengths}")
+    else:
+        from freescale.data.synthetic import write_log
+
+        write_log(folder, "ml1m", users=2000, catalogue=10_000)
+        info_once(f"no --data is given: generated {lengths} in {folder}")
+    return folder
 
 
 def _train_on_rank(options: argparse.Namespace, config: RunConfig, out: Path) -> int:

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from freescale.balance.cost import Cost
-from freescale.bench import emulated, step
+from freescale.bench import emulated, step_comparison
 from freescale.bench.emulated import EmulatedCompute
-from freescale.bench.step import PLAIN, PLAIN_AGAIN, SPARSE_DIST, VARIANTS, LossDifference, StepComparison, VariantRun
+from freescale.bench.step_comparison import (
+    PLAIN,
+    PLAIN_AGAIN,
+    SPARSE_DIST,
+    VARIANTS,
+    LossDifference,
+    StepComparison,
+    VariantRun,
+)
 from freescale.bubbles.summary import Line, Summary
 from freescale.errors import UsageError
 
@@ -53,7 +61,7 @@ def test_the_noise_floor_is_the_ratio_of_the_plain_loop_to_itself() -> None:
 def test_a_slower_variant_has_a_negative_bubble_reduction() -> None:
     measured = comparison({PLAIN: 200.0, "balance": 220.0, "limit": 100.0})
     assert measured.bubble_reduction("balance", PLAIN) == pytest.approx(-0.2)
-    assert "-20.0%" in step.table_rows(measured.figures())[4]
+    assert "-20.0%" in step_comparison.table_rows(measured.figures())[4]
 
 
 def cells(drawn: str, section: str) -> list[list[str]]:
@@ -66,7 +74,7 @@ def cells(drawn: str, section: str) -> list[list[str]]:
 def test_the_page_shows_the_figures_of_every_variant() -> None:
     steps = {PLAIN: 200.0, SPARSE_DIST: 180.0, "everything": 120.0, PLAIN_AGAIN: 210.0, "limit": 100.0}
     others = ("nothing", "balance", "priority", "SM-free")  # 150 ms each
-    assert cells(step.render_page(comparison(steps), []), "All figures") == [
+    assert cells(step_comparison.render_page(comparison(steps), []), "All figures") == [
         ["compute alone", "100.0", "10.00", "320", "1.000", "", "", ""],
         [PLAIN, "200.0", "5.00", "160", "2.000", "100.0", "+0.0%", "-25.0%"],
         [SPARSE_DIST, "180.0", "5.56", "178", "1.800", "80.0", "+20.0%", "+0.0%"],
@@ -79,7 +87,8 @@ def test_the_page_shows_the_figures_of_every_variant() -> None:
 def test_the_page_separates_bitwise_equality_from_rounding() -> None:
     exact = [LossDifference("priority", "fp64", True, 0.0), LossDifference("balance", "fp64", False, 2e-16)]
     assert cells(
-        step.render_page(comparison({PLAIN: 200.0, "limit": 100.0}), exact), "The training result is the same"
+        step_comparison.render_page(comparison({PLAIN: 200.0, "limit": 100.0}), exact),
+        "The training result is the same",
     ) == [
         ["priority", "fp64", "the same bits"],
         ["balance", "fp64", "off by at most 2.0e-16"],
@@ -98,5 +107,5 @@ def test_a_baseline_without_a_bubble_gives_no_reduction() -> None:
     measured = comparison({PLAIN: 200.0, SPARSE_DIST: 99.0, "everything": 110.0, "limit": 100.0})
     assert measured.bubble_reduction("everything", SPARSE_DIST) is None
     assert measured.bubble_reduction("everything", PLAIN) == pytest.approx(0.9)
-    assert step.table_rows(measured.figures())[-2][-2:] == ["+90.0%", "-"]
-    assert f"not comparable with that of {SPARSE_DIST}" in step.headline(measured)
+    assert step_comparison.table_rows(measured.figures())[-2][-2:] == ["+90.0%", "-"]
+    assert f"not comparable with that of {SPARSE_DIST}" in step_comparison.headline(measured)
