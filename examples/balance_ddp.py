@@ -1,4 +1,4 @@
-"""A transformer on sequences of very different length, trained by DDP, balanced by three more lines.
+"""Balanced batches in a DDP trainer: a transformer on sequences of very different lengths.
 
 torchrun --nproc-per-node 2 examples/balance_ddp.py
 """
@@ -15,7 +15,7 @@ ITEMS, DIM, LONGEST = 200, 32, 400
 
 
 class Walks(Dataset[Tensor]):
-    """Made-up histories: each item is near the one before it. A few of them are long."""
+    """Synthetic histories: each item is near the one before it. A few are long."""
 
     def __len__(self) -> int:
         return 256
@@ -32,7 +32,7 @@ def collate(histories: list[Tensor]) -> dict[str, Tensor]:
 
 
 class Model(nn.Module):
-    """Which item comes next? Gives the sum of the losses of all events that have a next one."""
+    """Predicts the next item. Returns the loss of every event that has a next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class Model(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         items, place = batch["item"], torch.arange(batch["item"].shape[1])
         seen = nn.Transformer.generate_square_subsequent_mask(items.shape[1])
-        said = self.head(self.layer(self.items(items) + self.places(place), src_mask=seen, is_causal=True))
+        logits = self.head(self.layer(self.items(items) + self.places(place), src_mask=seen, is_causal=True))
         has_next = place[1:] < batch["length"][:, None]
-        return nn.functional.cross_entropy(said[:, :-1][has_next], items[:, 1:][has_next], reduction="sum")
+        return nn.functional.cross_entropy(logits[:, :-1][has_next], items[:, 1:][has_next], reduction="none")
 
 
 def main() -> None:
@@ -55,18 +55,18 @@ def main() -> None:
     sampler = DistributedSampler(data, seed=1)
     loader = fs.BalancedLoader(
         DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate),
-        length=lambda batch: batch["length"],  # or the lengths of all samples, where they are known: then nothing moves
+        lengths=lambda batch: batch["length"],  # or the lengths of the whole dataset: then nothing moves
         cost=fs.Cost(token=12 * DIM * DIM, pair=2 * DIM),
-        padded={"item": 0},
+        pad_values={"item": 0},
         terms=lambda lengths: lengths - 1,
     )
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(3):
-        sampler.set_epoch(epoch)
+        loader.set_epoch(epoch)
         losses = []
         for batch in loader:
-            loss = model(batch) * batch["loss_scale"]  # DDP's mean over the ranks is the mean over all events
+            loss = (model(batch) * batch["loss_weight"]).sum()  # DDP averages over ranks: the mean over all events
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What does a sample cost? Measure a model of your own, fit the law, and deal samples by it.
+"""Measure the cost of a sample of a custom model, fit it, and balance by it.
 
 python examples/custom_cost.py
 """
@@ -16,7 +16,7 @@ DIM, WINDOW = 64, 32
 
 
 class Windowed(nn.Module):
-    """Attention that sees the last few events only: twice the length is twice the work, not four times."""
+    """Attention in windows: twice the length is twice the work, not four times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Windowed(nn.Module):
 
 
 def measured(model: nn.Module, lengths: list[int]) -> list[float]:
-    """Seconds of a sample of each length, forward and backward: the best of a few times."""
+    """Return the seconds of a sample of each length, forward and backward: the best of four."""
 
     def once(length: int) -> float:
         begin = time.perf_counter()
@@ -40,7 +40,7 @@ def measured(model: nn.Module, lengths: list[int]) -> list[float]:
 def main() -> None:
     torch.set_num_threads(1)
     model, lengths = Windowed(), [WINDOW * n for n in (1, 2, 4, 8, 16, 32, 64)]
-    measured(model, lengths[:1])  # the first time is never the best
+    measured(model, lengths[:1])  # warm-up
     seconds = measured(model, lengths)
     tokens, pairs = sizes(lengths)
     products = NormalEquations()

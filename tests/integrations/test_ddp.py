@@ -1,4 +1,4 @@
-"""Promise: in any DDP trainer, balanced batches teach what the same samples teach on one rank."""
+"""BalancedLoader gives any DDP trainer the training result of the same samples on one rank."""
 
 import multiprocessing
 from dataclasses import dataclass
@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import freescale as fs
+from freescale import log
 from freescale.errors import DataError, UsageError
+from freescale.integrations.ddp import events_from_nested, nested_from_events
+from tests.support import ListHandler
 from tests.support.ranks import Ranks, World
 
 SAMPLES, BATCH, EPOCHS, ITEMS = 90, 4, 2, 50
@@ -46,6 +50,7 @@ class Jagged:
     events: fs.Events
     target: Tensor
     epoch: int = 3
+    loss_weight: Tensor | None = None
 
 
 def jagged(samples: list[dict[str, Tensor]]) -> Jagged:
@@ -90,11 +95,11 @@ def loader_of(world: World, kind: str, **more: Any) -> tuple[DataLoader[Any], An
 def balanced(loader: Any, kind: str, per_event: bool, **more: Any) -> Any:
     terms: dict[str, Any] = {"terms": lambda lengths: lengths} if per_event else {}
     if kind == "jagged":
-        return fs.BalancedLoader(loader, length=lambda b: b.events.lengths, cost=COST, **terms, **more)
+        return fs.BalancedLoader(loader, lengths=lambda b: b.events.lengths, cost=COST, **terms, **more)
     if kind == "placed":
-        return fs.BalancedLoader(loader, length=LENGTHS, cost=COST, **terms, **more)
+        return fs.BalancedLoader(loader, lengths=LENGTHS, cost=COST, **terms, **more)
     names = {"item": 0}
-    return fs.BalancedLoader(loader, length=lambda b: b["length"], cost=COST, padded=names, **terms, **more)
+    return fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST, pad_values=names, **terms, **more)
 
 
 def of(batch: Any, name: str) -> Any:
@@ -115,7 +120,7 @@ def trained(world: World, kind: str, per_event: bool, **more: Any) -> tuple[list
             steps.append(numbers)
             work.append(float(COST.of(LENGTHS[numbers]).sum()))
             if kind != "plain":
-                (model(batch) * of(batch, "loss_scale")).backward()
+                (model(batch) * of(batch, "loss_weight")).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     return steps, work, {name: value.detach().numpy() for name, value in model.module.named_parameters()}
@@ -165,36 +170,92 @@ def counted(world: World, kind: str) -> list[int]:
     return [len(numbers) for numbers in trained(world, kind, False, equal_counts=True)[0]]
 
 
-def unequally_long(world: World) -> list[tuple[list[int], float]]:
-    """Rank r brings r + 1 batches, and the last one of every rank is small."""
-    data = Histories()
-    numbers = [[10 * world.rank + 3 * step, 10 * world.rank + 3 * step + 1] for step in range(world.rank + 1)]
+def uneven(world: World, counts: list[int]) -> tuple[list[tuple[list[int], float]], list[str]]:
+    """Samples and loss weight of each step, and what was logged, where every rank has another number of batches."""
+    data, first = Histories(), 20 * world.rank
+    numbers = [[first + 2 * step, first + 2 * step + 1] for step in range(counts[world.rank])]
     loader = [padded([data[number] for number in batch]) for batch in numbers]
-    given = fs.BalancedLoader(loader, length=lambda b: b["length"], cost=COST, padded={"item": 0})
-    return [(batch["number"].tolist(), batch["loss_scale"]) for batch in given]
+    log._logged.clear()  # a rank logs the same text once
+    handler = ListHandler()
+    with log.handled_by(handler):
+        batches = balanced(loader, "padded", False, timeout=60.0)
+        steps = [(batch["number"].tolist(), float(batch["loss_weight"])) for batch in batches]
+    return steps, [text for text in handler.messages if "not used" in text or "no step" in text]
 
 
-def test_a_rank_whose_loader_ends_earlier_goes_on_with_what_others_give(groups: dict[int, Ranks]) -> None:
-    results = groups[2].run(unequally_long)
-    assert [len(rank) for rank in results] == [2, 2]
-    for step, samples in enumerate(([0, 1, 10, 11], [13, 14])):
-        assert sorted(results[0][step][0] + results[1][step][0]) == samples
-        assert [rank[step][1] for rank in results] == [2 / len(samples)] * 2
+@pytest.mark.parametrize("counts", [[4, 2], [0, 3], [1, 2], [3, 3], [0, 0], [4, 5, 2, 3], [1, 1, 1, 0]])
+def test_all_ranks_stop_after_the_last_step_for_which_each_has_a_batch(
+    groups: dict[int, Ranks], counts: list[int]
+) -> None:
+    world_size, common = len(counts), min(counts)
+    results = groups[world_size].run(uneven, counts)
+    for rank, (steps, logged) in enumerate(results):
+        assert len(steps) == common
+        assert all(weight == world_size / (2 * world_size) for _, weight in steps)
+        left = counts[rank] - common
+        assert len(logged) == (left > 0 or common == 0)
+        assert all(f"at least {left} batches" in text for text in logged if left)
+    for step in range(common):
+        expected = sorted(20 * rank + 2 * step + i for rank in range(world_size) for i in range(2))
+        assert sorted(number for steps, _ in results for number in steps[step][0]) == expected
 
 
-def without_batches(world: World, empty: list[int]) -> str:
-    data = Histories()
-    loader = [] if world.rank in empty else [padded([data[0]]), padded([data[1]])]
-    with pytest.raises(DataError) as caught:
-        list(balanced(loader, "padded", False, timeout=20.0))
-    return str(caught.value)
+def resumed(world: World, kind: str, done: int) -> tuple[list[list[int]], list[list[int]], dict[str, int]]:
+    """Samples of each step of an epoch, and those after a restart with the state of some step."""
+    loader = balanced(loader_of(world, kind)[0], kind, False)
+    loader.set_epoch(1)
+    every, state = [], {}
+    for step, batch in enumerate(loader):
+        if step == done:
+            state = loader.state_dict()
+        every.append(of(batch, "number").tolist())
+    again = balanced(loader_of(world, kind)[0], kind, False)
+    again.load_state_dict(state)
+    again.set_epoch(1)  # as a training loop does at the start of each epoch
+    rest = [of(batch, "number").tolist() for batch in again]
+    assert again.state_dict() == {"epoch": 1, "step": len(every)}
+    again.set_epoch(2)
+    assert again.state_dict() == {"epoch": 2, "step": 0}
+    return every, rest, state
 
 
-@pytest.mark.parametrize("empty", [[1], [0, 1]])
-def test_a_loader_without_batches_is_named_on_all_ranks_at_once(groups: dict[int, Ranks], empty: list[int]) -> None:
-    for said in groups[2].run(without_batches, empty):
-        assert f"no batch at all: {', '.join(map(str, empty))}" in said
-        assert "remedy" in said
+@pytest.mark.parametrize("kind", ["padded", "jagged", "placed"])
+def test_training_resumes_within_an_epoch(groups: dict[int, Ranks], kind: str) -> None:
+    for every, rest, state in groups[2].run(resumed, kind, 3):
+        assert state == {"epoch": 1, "step": 4}
+        assert rest == every[4:]
+
+
+def in_halves(world: World) -> list[tuple[list[int], float]]:
+    """Balance each half of the ranks for itself."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    data, half = Histories(), world.rank // 2
+    loader = [padded([data[number] for number in (4 * world.rank, 4 * world.rank + 1, 4 * world.rank + 2)])]
+    return [
+        (b["number"].tolist(), float(b["loss_weight"]))
+        for b in balanced(loader, "padded", False, process_group=halves[half])
+    ]
+
+
+def test_a_process_group_limits_the_ranks_that_share_work(groups: dict[int, Ranks]) -> None:
+    results = groups[4].run(in_halves)
+    for half in (0, 1):
+        ranks = results[2 * half : 2 * half + 2]
+        assert sorted(n for ((numbers, _),) in ranks for n in numbers) == [8 * half + n for n in (0, 1, 2, 4, 5, 6)]
+        assert [weight for ((_, weight),) in ranks] == [2 / 6] * 2
+
+
+def test_nested_tensors_convert_to_events_and_back() -> None:
+    parts = [torch.arange(3), torch.arange(0), torch.arange(2)]
+    item = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    events = events_from_nested({"item": item})
+    assert events.lengths.tolist() == [3, 0, 2]
+    back = nested_from_events(fs.Events(events.offsets, {"item": events["item"], "price": events["item"] * 2.0}))
+    assert [part.tolist() for part in back["item"].unbind()] == [part.tolist() for part in parts]
+    assert (back["item"] + back["price"]).values().tolist() == [0, 3, 6, 0, 3]
+    other = torch.nested.nested_tensor(parts[::-1], layout=torch.jagged)
+    with pytest.raises(DataError, match="lengths of item, other differ"):
+        events_from_nested({"item": item, "other": other})
 
 
 def broken_off(world: World, kind: str, more: dict[str, Any]) -> tuple[list[list[int]], list[list[int]], int]:
@@ -210,7 +271,7 @@ def broken_off(world: World, kind: str, more: dict[str, Any]) -> tuple[list[list
     every = []
     for batch in given:
         every.append(batch["number"].tolist())
-        scales.append(float(batch.get("loss_scale", 1 / BATCH)))
+        scales.append(float(batch.get("loss_weight", 1 / BATCH)))
     assert scales == [1 / BATCH] * len(every)
     return some, every, len(given)
 
@@ -241,20 +302,20 @@ def test_a_sampler_of_other_ranks_is_refused(groups: dict[int, Ranks]) -> None:
 def test_a_loader_made_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="init_process_group"):
-        fs.BalancedLoader([], length=lambda b: b["length"], cost=COST)
+        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=COST)
 
 
 def refused(world: World, kind: str) -> str:
     data = Histories()
     batch: Any = padded([data[number] for number in (world.rank, world.rank + 2)])
-    given: dict[str, Any] = {"length": lambda b: b["length"], "padded": {"item": 0}}
+    given: dict[str, Any] = {"lengths": lambda b: b["length"], "pad_values": {"item": 0}}
     if kind == "not named as padded":
-        given["padded"] = {}
+        given["pad_values"] = {}
     if kind == "a tuple":
         batch = tuple(batch.values())
-        given |= {"length": lambda b: b[2], "padded": {"1": 0}}
+        given |= {"lengths": lambda b: b[2], "pad_values": {"1": 0}}
     if kind == "shorter than its length":
-        given["length"] = lambda b: b["length"] + 100
+        given["lengths"] = lambda b: b["length"] + 100
     if kind == "no row per sample":
         batch["temperature"] = torch.tensor([1.0, 2.0, 3.0])
     if kind == "padded on the left":
@@ -264,9 +325,11 @@ def refused(world: World, kind: str) -> str:
     if kind == "an array":
         batch["user"] = np.arange(2)
     if kind == "no such tensor":
-        given["padded"] = {"itme": 0}
+        given["pad_values"] = {"itme": 0}
+    if kind == "a weight of its own":
+        batch["loss_weight"] = torch.ones(2)
     if kind == "no order":
-        given["length"] = LENGTHS
+        given["lengths"] = LENGTHS
     try:
         list(fs.BalancedLoader([batch], cost=COST, **given))
     except (DataError, UsageError) as error:
@@ -278,13 +341,14 @@ def refused(world: World, kind: str) -> str:
     ("kind", "said"),
     [
         ("not named as padded", "/sample.item: int64["),
-        ("a tuple", "a dict or a dataclass"),
+        ("a tuple", "a dict, or a dataclass"),
         ("shorter than its length", "is padded to"),
         ("no row per sample", "'temperature' of a batch of 2 samples has the shape [3]"),
-        ("padded on the left", "'item' holds something else than its padding of 0"),
-        ("words of each sample", "'user' of a batch is of type list, and would stay behind"),
+        ("padded on the left", "'item' has other values than its padding of 0"),
+        ("words of each sample", "'user' of a batch is of type list, which cannot move"),
         ("an array", "'user' of a batch is of type ndarray"),
         ("no such tensor", "itme"),
+        ("a weight of its own", "has a 'loss_weight' already"),
         ("no order", "DistributedSampler"),
     ],
 )
@@ -297,6 +361,6 @@ def test_what_cannot_be_balanced_is_refused_with_the_reason(groups: dict[int, Ra
 def test_without_other_ranks_only_the_scale_is_added() -> None:
     data = Histories()
     loader = [padded([data[0], data[1]]), padded([data[2]])]
-    given = fs.BalancedLoader(loader, length=lambda b: b["length"], cost=COST)
-    assert [batch["loss_scale"] for batch in given] == [0.5, 1.0]
+    given = fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST)
+    assert [batch["loss_weight"] for batch in given] == [0.5, 1.0]
     assert len(given) == 2

@@ -1,8 +1,8 @@
-"""Batches of any trainer as the exchange wants them, and back: mappings and dataclasses of tensors, nested at will.
+"""Converts the batches of other trainers, nested dicts and dataclasses of tensors, to jagged features and back.
 
-A tensor has a row per sample. Rows of a padded one, which hold their events first, are cut to the length of their
-sample and padded again to the longest of those that come together. `Events` are jagged already. Single numbers and
-words are not of samples, and stay. Anything else is refused: it would stay behind when its samples move.
+A tensor has a row per sample. Padded rows are cut to the length of their sample, and padded again to the longest sample
+of the new batch. `Events` are jagged already. Numbers and strings belong to no sample and stay as they are. Anything
+else is refused, because it could not move with its samples.
 """
 
 import dataclasses
@@ -18,93 +18,113 @@ from freescale.errors import DataError
 
 B = TypeVar("B")
 Leaf = Tensor | Events
-_SINGLE = (bool, int, float, str)
-LENGTH, SAMPLE = "/length", "/sample"
-"""Groups of every batch beside its `Events`: what lengths are of, and one row per sample."""
+_SCALARS = (bool, int, float, str)
+LENGTHS, SAMPLES = "/length", "/sample"
+"""Groups of every batch beside its `Events`: padded features, and features with one row per sample."""
+_LOSS_WEIGHT = "loss_weight"
 
 
-class Form:
-    """How the batches of a loader are built. `padded`: names of padded tensors, and what they are padded with."""
+class BatchFormat:
+    """The format of a loader's batches. `pad_values`: padded tensors by name, with their padding."""
 
-    def __init__(self, padded: Mapping[str, float]) -> None:
-        self._padded = padded
+    def __init__(self, pad_values: Mapping[str, float]) -> None:
+        self._pad_values = pad_values
 
-    def apart(self, batch: Any, lengths: Tensor) -> dict[str, Events]:
-        """A batch as groups of features that share their lengths."""
+    def to_jagged(self, batch: Any, lengths: Tensor) -> dict[str, Events]:
+        """Return a batch as groups of features with common lengths."""
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        groups = {LENGTH: Events(offsets, {}), SAMPLE: Events(torch.arange(len(lengths) + 1), {})}
+        groups = {LENGTHS: Events(offsets, {}), SAMPLES: Events(torch.arange(len(lengths) + 1), {})}
 
-        def sort(path: str, leaf: Leaf) -> Leaf:
+        def collect(path: str, leaf: Leaf) -> Leaf:
             _require_rows(path, leaf.offsets[1:] if isinstance(leaf, Events) else leaf, len(lengths))
             if isinstance(leaf, Events):
                 groups[path] = leaf
-            elif path in self._padded:
-                groups[LENGTH].features[path] = _cut(path, leaf, lengths, self._padded[path])
+            elif path in self._pad_values:
+                groups[LENGTHS].features[path] = _remove_padding(path, leaf, lengths, self._pad_values[path])
             else:
-                groups[SAMPLE].features[path] = leaf
+                groups[SAMPLES].features[path] = leaf
             return leaf
 
-        mapped(batch, sort)
-        if missing := [name for name in self._padded if name not in groups[LENGTH].features]:
-            what = f"padded names '{missing[0]}', which the batch does not have"
-            raise DataError(what, remedy="name tensors by their path")
+        map_tensors(batch, collect)
+        if missing := [name for name in self._pad_values if name not in groups[LENGTHS].features]:
+            what = f"pad_values names '{missing[0]}', which the batch does not have"
+            raise DataError(what, remedy="name tensors by their path, such as 'features.item'")
         return groups
 
-    def joined(self, like: B, groups: Mapping[str, Events]) -> B:
-        """The other way round."""
+    def from_jagged(self, like: B, groups: Mapping[str, Events]) -> B:
+        """Return a batch like another one, with these features."""
 
-        def find(path: str, leaf: Leaf) -> Leaf:
+        def restore(path: str, leaf: Leaf) -> Leaf:
             if isinstance(leaf, Events):
                 return groups[path]
-            padded = path in self._padded
-            found = _padded_again(groups[LENGTH], path, self._padded[path]) if padded else groups[SAMPLE][path]
-            return found.pin_memory() if leaf.is_pinned() else found
+            padded = path in self._pad_values
+            values = _pad(groups[LENGTHS], path, self._pad_values[path]) if padded else groups[SAMPLES][path]
+            return values.pin_memory() if leaf.is_pinned() else values
 
-        return mapped(like, find)
-
-
-def without_samples(batch: B) -> B:
-    """A batch of the same form that holds nothing."""
-    return mapped(batch, lambda _, leaf: leaf.slice(0, 0) if isinstance(leaf, Events) else leaf[:0])
+        return map_tensors(like, restore)
 
 
-def described(groups: Mapping[str, Events]) -> str:
-    """What the batches of all ranks must have in common."""
-    found = {f"{group}.{name}": x for group, events in groups.items() for name, x in events.features.items()}
-    kinds = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape[1:]) or ''}" for name, x in found.items()}
+def empty_like(batch: B) -> B:
+    """Return a batch of the same format without samples."""
+    return map_tensors(batch, lambda _, leaf: leaf.slice(0, 0) if isinstance(leaf, Events) else leaf[:0])
+
+
+def describe_format(groups: Mapping[str, Events]) -> str:
+    """Return what the batches of all ranks must have in common: names, types and shapes of features."""
+    tensors = {f"{group}.{name}": x for group, events in groups.items() for name, x in events.features.items()}
+    kinds = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape[1:]) or ''}" for name, x in tensors.items()}
     return ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
 
 
-def mapped(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -> B:
-    """The same with other tensors. Each is known by its path, such as `features.item`."""
+def map_tensors(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -> B:
+    """Return a batch with changed tensors. `change` gets the path of each, such as `features.item`."""
     inside = f"{path}." if path else ""
     if isinstance(value, Leaf):
         return change(path, value)  # type: ignore[return-value]
     if isinstance(value, Mapping):
-        return {name: mapped(one, change, f"{inside}{name}") for name, one in value.items()}  # type: ignore[return-value]
+        return {name: map_tensors(item, change, f"{inside}{name}") for name, item in value.items()}  # type: ignore[return-value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        changed = {name: mapped(getattr(value, name), change, f"{inside}{name}") for name in names}
+        changed = {name: map_tensors(getattr(value, name), change, f"{inside}{name}") for name in names}
         return dataclasses.replace(value, **changed)
-    if isinstance(value, (tuple, list)) and not any(isinstance(one, _SINGLE) for one in value):
-        parts = [mapped(one, change, f"{inside}{place}") for place, one in enumerate(value)]
+    if isinstance(value, (tuple, list)) and not any(isinstance(item, _SCALARS) for item in value):
+        parts = [map_tensors(item, change, f"{inside}{index}") for index, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[return-value]
-    if value is None or isinstance(value, _SINGLE):
+    if value is None or isinstance(value, _SCALARS):
         return value
-    what = f"'{path}' of a batch is of type {type(value).__name__}, and would stay behind when samples move"
-    raise DataError(what, remedy="give what belongs to samples as tensors with a row per sample, or as Events")
+    what = f"'{path}' of a batch is of type {type(value).__name__}, which cannot move with its samples"
+    raise DataError(what, remedy="use tensors with a row per sample, or Events")
 
 
-def scaled(batch: B, scale: float) -> B:
-    """A batch that knows its loss scale."""
-    found = torch.tensor(scale, dtype=torch.float64)  # a tensor, so that it moves to a device with the others
+def with_loss_weight(batch: B, weight: float) -> B:
+    """Return a batch with its loss weight: another key of a dict, or the field `loss_weight` of a dataclass."""
+    value = torch.tensor(weight, dtype=torch.float64)  # a tensor, so that it moves to a device with the others
     if isinstance(batch, Mapping):
-        return {**batch, "loss_scale": found}  # type: ignore[return-value]
-    if dataclasses.is_dataclass(batch) and not hasattr(type(batch), "__slots__"):
-        object.__setattr__(batch, "loss_scale", found)
-        return batch
-    remedy = "let the loader's collate_fn give a dict or a dataclass of tensors, a row per sample"
-    raise DataError(f"a batch of type {type(batch).__name__} cannot carry its loss scale", remedy=remedy)
+        if _LOSS_WEIGHT in batch:
+            what = f"the batch has a '{_LOSS_WEIGHT}' already, which balancing would overwrite"
+            raise DataError(what, remedy="rename the entry in the loader's collate_fn")
+        return {**batch, _LOSS_WEIGHT: value}  # type: ignore[return-value]
+    if dataclasses.is_dataclass(batch) and _LOSS_WEIGHT in {field.name for field in dataclasses.fields(batch)}:
+        return dataclasses.replace(batch, **{_LOSS_WEIGHT: value})  # type: ignore[type-var]
+    remedy = "let collate_fn return a dict, or a dataclass with a field `loss_weight: Tensor | None = None`"
+    raise DataError(f"a batch of type {type(batch).__name__} has no place for its loss weight", remedy=remedy)
+
+
+def events_from_nested(features: Mapping[str, Tensor]) -> Events:
+    """Return nested tensors of the jagged layout as `Events`. All must have the same lengths."""
+    if wrong := [name for name, nested in features.items() if nested.layout is not torch.jagged]:
+        raise DataError(f"'{wrong[0]}' is no nested tensor of the jagged layout", remedy="use layout=torch.jagged")
+    offsets: list[Tensor] = [nested.offsets() for nested in features.values()]  # type: ignore[attr-defined]
+    if any(not torch.equal(other, offsets[0]) for other in offsets[1:]):
+        remedy = "convert features with different lengths one by one"
+        raise DataError(f"the lengths of {', '.join(features)} differ", remedy=remedy)
+    return Events(offsets[0], {name: nested.values() for name, nested in features.items()})
+
+
+def nested_from_events(events: Events) -> dict[str, Tensor]:
+    """Return the features of `Events` as nested tensors of the jagged layout, without a copy."""
+    offsets = events.offsets  # one tensor for all, so that the results are compatible with each other
+    return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in events.features.items()}
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -129,29 +149,29 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 def _require_rows(path: str, values: Tensor, samples: int) -> None:
     if values.device.type != "cpu":
         what = f"'{path}' of a batch is on {values.device}, but samples move between CPUs"
-        raise DataError(what, remedy="balance batches before they are moved to a device")
+        raise DataError(what, remedy="move batches to a device after balancing")
     if not values.dim() or len(values) != samples:
         what = f"'{path}' of a batch of {samples} samples has the shape {list(values.shape)}"
-        remedy = "tensors of a batch have a row per sample; give what is no sample's as a number, or as Events"
+        remedy = "use tensors with a row per sample, Events for jagged features, and numbers for anything else"
         raise DataError(what, remedy=remedy)
 
 
-def _cut(path: str, values: Tensor, lengths: Tensor, padding: float) -> Tensor:
-    """What a padded tensor holds, without its padding."""
+def _remove_padding(path: str, values: Tensor, lengths: Tensor, padding: float) -> Tensor:
+    """Return the values of a padded tensor without the padding."""
     width = values.shape[1] if values.dim() > 1 else 0
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > width:
         what = f"'{path}' is padded to {width}, but a sample has the length {longest}"
-        raise DataError(what, remedy="let `length` give how many entries of a row are no padding")
-    held = torch.arange(width) < lengths[:, None]
-    if not bool((values[~held] == padding).all()):
-        what = f"'{path}' holds something else than its padding of {padding} behind the end of a sample"
-        remedy = "rows must hold their events first and the padding that `padded` names behind them"
+        raise DataError(what, remedy="let `lengths` return the number of entries of a row without padding")
+    valid = torch.arange(width) < lengths[:, None]
+    if not bool((values[~valid] == padding).all()):
+        what = f"'{path}' has other values than its padding of {padding} after the end of a sample"
+        remedy = "pad rows on the right with the value that pad_values names"
         raise DataError(what, remedy=remedy)
-    return values[held]
+    return values[valid]
 
 
-def _padded_again(events: Events, path: str, value: float) -> Tensor:
+def _pad(events: Events, path: str, value: float) -> Tensor:
     lengths, values = events.lengths, events[path]
     longest = int(lengths.max()) if len(lengths) else 0
     rows = values.new_full((len(lengths), longest, *values.shape[1:]), value)

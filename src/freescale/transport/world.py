@@ -91,17 +91,18 @@ def from_group(group: dist.ProcessGroup, device: torch.device, *, timeout: float
     return World(group.rank(), group.size(), device, group, C10d(group, store, timeout=timeout))
 
 
-def new_group(*, timeout: float) -> C10d:
-    """Create a gloo group of all ranks for transfers concurrent with training. Collective."""
+def new_group(process_group: dist.ProcessGroup | None = None, *, timeout: float) -> C10d:
+    """Create a gloo group of all ranks, or those of a group, for transfers concurrent with training. Collective."""
     store = dist.distributed_c10d._get_default_store()
-    return clone_group(C10d(_world_group(), store, timeout=timeout), backend="gloo")
+    return clone_group(C10d(process_group or _world_group(), store, timeout=timeout), backend="gloo")
 
 
 def clone_group(transport: C10d, *, backend: str | None = None) -> C10d:
     """Create another group of the same ranks, whose transfers are independent of the first. Collective."""
     ranks, timeout = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.timeout)
     with _exit_on_hang(transport.peers, "opening a group", transport.timeout):
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        part = len(ranks) < dist.get_world_size()  # other ranks do not take part
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=part)
     assert isinstance(group, dist.ProcessGroup)
     return C10d(group, transport.peers.store, timeout=transport.timeout)
 
