@@ -13,7 +13,7 @@ from freescale.train.build import build
 from tests.support.ranks import Ranks, World
 from tests.support.training import apart, held, joined, small, whole
 
-STEPS = 50
+STEPS, WHOLE_STEPS = 16, 50
 COST = Cost.hstu(dim=8, layers=2, heads=2)
 RANKING = {"task": {"kind": "ranking", "labels": ("label_click",)}}
 
@@ -36,13 +36,13 @@ def trained(world: World, config: RunConfig, folder: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("counts", ["free", "equal"])
 @pytest.mark.parametrize("task", [{}, RANKING], ids=["retrieval", "ranking"])
 def test_balanced_and_unbalanced_training_agree(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, counts: str, task: dict[str, Any]
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, counts: str, task: dict[str, Any], whole_form: bool
 ) -> None:
     results, slowest = [], []
     for mode in ("off", "on"):
         config = small(
             log,
-            train={"max_steps": STEPS, "epochs": 10},
+            train={"max_steps": WHOLE_STEPS if whole_form else STEPS, "epochs": 10},
             balance={"mode": mode, "counts": counts},
             transport={"deferred": "shared_memory" if counts == "equal" else "c10d"},  # samples take it too
             **task,

@@ -12,7 +12,7 @@ from freescale.train.build import build
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, same, small, whole
 
-STEPS = 30
+STEPS, WHOLE_STEPS = 15, 30
 
 
 def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> tuple[list[float], Arrays]:
@@ -45,15 +45,22 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
     ],
 )
 def test_overlapped_is_bitwise_serial_for_every_transport(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, ranks: int, optimizer: str, precision: str, way: str
+    groups: dict[int, Ranks],
+    log: Path,
+    tmp_path: Path,
+    ranks: int,
+    optimizer: str,
+    precision: str,
+    way: str,
+    whole_form: bool,
 ) -> None:
-    found = []
+    found, steps = [], WHOLE_STEPS if whole_form else STEPS
     for overlap, one_thread in (("off", False), ("on", True), ("on", False)):
         config = small(
             log,
             tables={"overlap": overlap, "optimizer": optimizer},
             transport={"urgent": "c10d" if overlap == "off" else way, "deferred": way},
-            train={"max_steps": STEPS, "epochs": 10, "precision": precision, "save_every": 7, "evaluate_every": 1},
+            train={"max_steps": steps, "epochs": 10, "precision": precision, "save_every": 7, "evaluate_every": 1},
         )
         parts = groups[ranks].run(trained, config, str(tmp_path / f"{overlap}-{one_thread}"), one_thread)
         found.append(([losses for losses, _ in parts], whole([arrays for _, arrays in parts])))

@@ -16,7 +16,7 @@ from freescale.models.protocol import Rows
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, placed, small, whole
 
-STEPS = 200
+STEPS, WHOLE_STEPS = 50, 200
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def test_a_custom_model_trains_the_same_on_any_world_size(groups: dict[int, Rank
             assert apart(whole([alone]), whole([held for _, held in results])) < 1e-9
 
 
-def trained_ahead(world: World, folder: str, path: str, optimizer: str) -> tuple[list[float], Arrays]:
+def trained_ahead(world: World, folder: str, path: str, optimizer: str, steps: int) -> tuple[list[float], Arrays]:
     config = small(path, tables={"optimizer": optimizer, "overlap": "on"}, train={"optimizer": "sgd"})
-    return placed(world, config, folder, "unequal", STEPS, model=own())
+    return placed(world, config, folder, "unequal", steps, model=own())
 
 
-def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
+def by_hand(path: Path, optimizer: str, steps: int) -> tuple[list[float], Arrays]:
     """The same training in plain torch: whole tables, autograd, and optimizers written out."""
     config, model = small(path), own().double()
     tables = {n: torch.empty(rows, dim, dtype=torch.float64) for n, (rows, dim) in model.tables.items()}
@@ -84,7 +84,7 @@ def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
         Table(name, *values.shape).fill(values, 0, seed=config.seed, deviation=config.tables.init)
     sums = {name: torch.zeros(len(values), 1, dtype=torch.float64) for name, values in tables.items()}
     losses, batches = [], list(Loader(config.data, seed=config.seed))
-    for step in range(STEPS):
+    for step in range(steps):
         inputs = model.prepare(batches[step % len(batches)])
         rows = {name: Rows(values.requires_grad_(), inputs.ids[name]) for name, values in tables.items()}
         loss = model(inputs, rows) / inputs.count
@@ -106,11 +106,12 @@ def by_hand(path: Path, optimizer: str) -> tuple[list[float], Arrays]:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_prioritized_training_equals_plain_torch_after_200_steps(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, optimizer: str
+def test_prioritized_training_equals_plain_torch_after_many_steps(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, optimizer: str, whole_form: bool
 ) -> None:
-    losses, alone = by_hand(log, optimizer)
+    steps = WHOLE_STEPS if whole_form else STEPS
+    losses, alone = by_hand(log, optimizer, steps)
     for count in (2, 4):
-        results = groups[count].run(trained_ahead, str(tmp_path), str(log), optimizer)
+        results = groups[count].run(trained_ahead, str(tmp_path), str(log), optimizer, steps)
         assert np.allclose(losses, np.sum([part for part, _ in results], axis=0), rtol=1e-9)
         assert apart(alone, whole([held for _, held in results])) < 1e-9
