@@ -1,4 +1,4 @@
-"""Promise: with balance.adapt a slow rank is given less work, and gets it back; one odd step changes nothing."""
+"""With balance.adapt, costs and rank speeds follow measured steps, identically on all ranks."""
 
 from pathlib import Path
 from typing import Any

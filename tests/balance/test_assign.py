@@ -1,4 +1,4 @@
-"""Promise: no rank waits for another, and hardly a sample moves. Every rank plans alike, and never for the worse."""
+"""assign balances ranks, moves little, respects its limits and is deterministic."""
 
 import hashlib
 import itertools

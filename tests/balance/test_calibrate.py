@@ -1,4 +1,4 @@
-"""Promise: a cost fitted to measured times is that of the machine, and says how far off it is."""
+"""fit recovers the cost of a sample from measured times."""
 
 import numpy as np
 import pytest

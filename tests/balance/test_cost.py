@@ -1,4 +1,4 @@
-"""Promise: the cost of a sample is the work of its matrix products, counted."""
+"""The cost of a sample is the number of multiply-adds of its model."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: moving samples changes where they are and nothing else."""
+"""Balanced batches hold the same samples, each with all of its features, on exactly one rank."""
 
 import itertools
 import time

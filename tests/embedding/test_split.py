@@ -1,4 +1,4 @@
-"""Promise: what two batches share is found whatever their ids are, and told in one bit each."""
+"""split finds the ids that two batches share, and masks survive packing."""
 
 import torch
 from hypothesis import given

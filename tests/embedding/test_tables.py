@@ -1,4 +1,4 @@
-"""Promise: a table spread over ranks is one table, and FBGEMM does with it what the readable lines say."""
+"""Sharded tables give the rows and updates of one whole table."""
 
 import numpy as np
 import pytest

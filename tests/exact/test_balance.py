@@ -1,4 +1,4 @@
-"""Promise: balanced training learns what unbalanced training does."""
+"""Balanced and unbalanced training give the same result."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Promise: behind TorchRec's wrapper, prioritized training is the serial one to the last bit, and TorchRec's own."""
+"""Prioritized training of a TorchRec model is bitwise the serial one, and agrees with TorchRec's own."""
 
 import threading
 import time

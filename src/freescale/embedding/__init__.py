@@ -1,5 +1,4 @@
-"""Embedding tables over many ranks: who owns which rows, how they travel, how they are updated.
+"""Sharded embedding tables: ownership of rows, their exchange, and their updates. Independent of models.
 
-Ids are deduplicated before anything else is done with them. Work and memory of a step follow the ids of the batch,
-never the rows of a table. Knows nothing of models.
+Ids are deduplicated first. The work and memory of a step depend on the ids of the batch, never on the table size.
 """

@@ -1,7 +1,7 @@
-"""Ids to the owners of their rows, rows back, gradients to the owners again.
+"""The all-to-alls of a step: ids to the owners of their rows, rows back, gradients to the owners.
 
-Everything that travels together is one transfer: all ids, and the rows of all tables of one width. What a rank sends to
-another holds the tables in order; what it keeps holds, per table, the ranks in order.
+All ids are one transfer, and so are the rows of all tables of one width. A message to a rank holds the tables in order;
+the data of a table holds the ranks in order.
 """
 
 import itertools
@@ -18,28 +18,28 @@ from freescale.transport.base import Transport
 Counts = list[list[int]]
 """Rows by rank, then by table."""
 Masks = dict[str, Tensor]
-"""Per table, which of some ids are meant."""
+"""Per table, a mask over ids."""
 
 
 class AllToAllPlan(NamedTuple):
-    """Which rows of a batch, or of a part of it, come from where."""
+    """The all-to-all of the rows of a batch, or of a subset of them."""
 
     requested: Counts
-    """What this rank wants of each owner."""
+    """Rows that this rank requests of each owner."""
     served: Counts
-    """What each rank asks of this one."""
+    """Rows that each rank requests of this one."""
     local_rows: dict[str, Tensor]
-    """Per table, the own rows that the others ask for, by rank; counted from the first own row."""
+    """Per table, the local rows that ranks request, by rank; numbered from the first local row."""
     exhausted: tuple[int, ...] = ()
-    """Ranks that have no such batch. If there are any, all ranks know, and no ids were sent."""
+    """Ranks without such a batch, the same on all ranks. If there are any, no ids were sent."""
 
     def empty(self) -> "AllToAllPlan":
-        """A route of the same tables and ranks without any rows."""
+        """Return a plan of the same tables and ranks without rows."""
         none = [[0] * len(counts) for counts in self.requested]
         return AllToAllPlan(none, none, {name: rows[:0] for name, rows in self.local_rows.items()})
 
     def subset(self, requested: Masks, served: Masks) -> "AllToAllPlan":
-        """The route of some of the ids: `wanted` of those that this rank wants, `asked` of those asked of it."""
+        """Return the plan of some ids: masks over those that this rank requests and those that it serves."""
         counts = (
             _count_selected([*requested.values()], self.requested),
             _count_selected([*served.values()], self.served),
@@ -48,35 +48,35 @@ class AllToAllPlan(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """A batch, divided by which of its rows another batch has too."""
+    """The rows of a batch, split by whether another batch has them too."""
 
     shared: AllToAllPlan
     exclusive: AllToAllPlan
     mask: Masks
-    """Of the ids that this rank wants: which are shared."""
+    """Which of the ids that this rank requests are shared."""
 
 
 class PendingRows(NamedTuple):
-    """Rows of several tables on their way here, one transfer per width."""
+    """Rows of several tables in transfer, one transfer per width."""
 
     transfers: list[tuple[list[str], Callable[[], list[Tensor]]]]
 
     def wait(self) -> dict[str, Tensor]:
-        """Per table, what arrived from the ranks, in order."""
+        """Return the received rows of each table, ranks in order."""
         return {name: subset for names, waited in self.transfers for name, subset in zip(names, waited(), strict=True)}
 
 
 class EmbeddingExchange:
-    """The three transfers of a step, for tables whose rows are dealt over all ranks."""
+    """The transfers of a step, for tables sharded row-wise over all ranks."""
 
     def __init__(self, tables: Sequence[Table], transport: Transport) -> None:
         self._tables, self._transport = list(tables), transport
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
 
     def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False) -> AllToAllPlan:
-        """Ask the owners for rows, and learn what the others want.
+        """Request rows of their owners, and receive the requests of other ranks.
 
-        `exhausted`: this rank has no batch. It wants nothing, and tells the others in the exchange of counts.
+        `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts.
         """
         uniques = [requested[table.name].unique for table in self._tables]
         cuts = [table.cuts(unique, self._world_size) for table, unique in zip(self._tables, uniques, strict=True)]
@@ -95,7 +95,7 @@ class EmbeddingExchange:
     def send_split(
         self, this: AllToAllPlan, following: AllToAllPlan, shared: Mapping[str, SharedIds]
     ) -> tuple[SplitPlan, SplitPlan]:
-        """Owners say which ids of two batches are in both, one bit each. `shared`: what they found, per table."""
+        """Send one bit per id: whether both batches have it. `shared`: what the owners found, per table."""
         names = [table.name for table in self._tables]
         found = [{name: shared[name].in_next for name in names}, {name: shared[name].in_this for name in names}]
         served = [a + b for a, b in zip(this.served, following.served, strict=True)]
@@ -111,34 +111,34 @@ class EmbeddingExchange:
         return one, other
 
     def send_rows(self, plan: AllToAllPlan, rows: Mapping[str, Tensor]) -> PendingRows:
-        """Owners give what they were asked for; each rank gets its distinct rows, ascending by id."""
+        """Send rows to the ranks that requested them; each rank receives its unique rows, ascending by id."""
         return self._by_dim(rows, plan.served, plan.requested, name="rows")
 
     def send_gradients(self, plan: AllToAllPlan, gradients: Mapping[str, Tensor]) -> PendingRows:
-        """Gradients of the rows go to their owners, who get one per row and rank that asked for it."""
+        """Send row gradients to the owners, which receive one per row and requesting rank."""
         return self._by_dim(gradients, plan.requested, plan.served, name="row gradients")
 
     def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> PendingRows:
-        coming = []
+        transfers = []
         for group in by_dim(self._tables):
             place = [self._tables.index(table) for table in group]
-            mine, theirs = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
+            sent, received = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
             parts = [values[table.name] for table in group]
-            one = self._start_transfer(parts, mine, theirs, name=f"{name} of width {group[0].dim}")
-            coming.append(([table.name for table in group], one))
-        return PendingRows(coming)
+            wait = self._start_transfer(parts, sent, received, name=f"{name} of width {group[0].dim}")
+            transfers.append(([table.name for table in group], wait))
+        return PendingRows(transfers)
 
     def _start_transfer(
         self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str
     ) -> Callable[[], list[Tensor]]:
-        """Send each table's part, ranks in order; what is called to wait for it gives what arrives in the same form."""
+        """Start a transfer of data by table. The returned function waits, and returns the received data by table."""
         rows, counts = _by_rank(by_table, send), [[sum(of_rank) for of_rank in side] for side in (send, receive)]
         work = self._transport.all_to_all(rows, *counts, name=name)
         return lambda: _by_table(work.wait(), receive)
 
 
 def _count_selected(masks: list[Tensor], counts: Counts) -> Counts:
-    """How many of the ids that masks mean go to each rank, by rank and table."""
+    """Return the number of selected ids by rank and table."""
     found = []
     for place, mask in enumerate(masks):
         ends = torch.tensor([0, *itertools.accumulate(c[place] for c in counts)], device=mask.device)
@@ -151,7 +151,7 @@ def _invert(masks: Masks) -> Masks:
 
 
 def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
-    """Lay the parts of each table end to end, rank by rank. A table that travels alone lies so already."""
+    """Reorder data by table into data by rank. A single table is in that order already."""
     if len(by_table) == 1:
         return by_table[0]
     pieces = [subset.split([c[i] for c in counts]) for i, subset in enumerate(by_table)]
@@ -159,7 +159,7 @@ def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
 
 
 def _by_table(by_rank: Tensor, counts: Counts) -> list[Tensor]:
-    """The other way round."""
+    """Reorder data by rank into data by table."""
     tables = len(counts[0])
     if tables == 1:
         return [by_rank]

@@ -1,7 +1,7 @@
-"""Own rows in FBGEMM, planned and sharded by TorchRec: fp32, updated by a fused optimizer inside the backward pass.
+"""Local rows in FBGEMM, planned and sharded by TorchRec: fp32, updated by a fused optimizer in the backward pass.
 
-TorchRec's planner and DistributedModelParallel decide and build the shards (one collection per width, row-wise). Ids
-and rows travel by our own exchange, so of TorchRec's modules only the kernel that keeps the rows is used.
+TorchRec's planner and DistributedModelParallel build the shards (one collection per width, row-wise). `exchange` moves
+ids and rows, so only the kernel that holds the rows is used of TorchRec's modules.
 """
 
 import itertools
@@ -37,56 +37,56 @@ _OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
 }
 _LOCAL_DECAY = {mode.value for mode in (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)}
-_KEPT_FREE = 0.15  # share of memory that the planner leaves to everything else
+_KEPT_FREE = 0.15  # share of memory that the planner reserves for everything else
 
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # advice to TorchRec's authors, not to users
 
 
 class FusedShard:
-    """Rows and their optimizer, in FBGEMM: those of one or more of TorchRec's sharded collections."""
+    """The rows and optimizers of one or more of TorchRec's sharded collections, in FBGEMM."""
 
     def __init__(self, collections: Sequence["FusedCollection"]) -> None:
         self._collections = collections
         self._updating, self.lr_lock = threading.Lock(), threading.Lock()
-        """The second: nobody else sets a learning rate meanwhile. An update's is what its kernel has at the lookup."""
+        """`lr_lock` protects the learning rates: an update uses the one that its kernel has at the lookup."""
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read rows where they live: FBGEMM's own lookup would keep them for a backward pass."""
-        weights = {name: values for one in self._collections for name, values in one.weights.items()}
+        """Read rows from the weights: FBGEMM's own lookup would keep them for a backward pass."""
+        weights = {name: values for c in self._collections for name, values in c.weights.items()}
         return {name: weights[name].index_select(0, rows) for name, rows in local.items()}
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """Run the backward pass of a lookup, which holds the optimizer."""
+        """Update rows by the backward pass of a lookup, which includes the optimizer."""
         with self._updating:
-            for one in self._collections:
+            for c in self._collections:
                 with self.lr_lock:
-                    output = one.look_up(local, lr[one.names[0]])
-                output.backward(torch.cat([gradients[name] for name in one.names]).view_as(output))
+                    output = c.look_up(local, lr[c.names[0]])
+                output.backward(torch.cat([gradients[name] for name in c.names]).view_as(output))
 
     def learning_rates(self) -> dict[str, float]:
-        """Learning rates as they are set now, by table."""
+        """Return the current learning rate of each table."""
         with self.lr_lock:
-            return {name: one.kernel.get_learning_rate() for one in self._collections for name in one.names}
+            return {name: c.kernel.get_learning_rate() for c in self._collections for name in c.names}
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and sums of squares."""
-        return {name: values for one in self._collections for name, values in one.state().items()}
+        """Return weights and sums of squares."""
+        return {name: values for c in self._collections for name, values in c.state().items()}
 
 
 class FusedCollection:
-    """The own rows of one of TorchRec's sharded collections. `named`: what its tables are called here."""
+    """The local rows of one of TorchRec's sharded collections. `named`: FreeScale's names of its tables."""
 
     def __init__(self, sharded: ShardedEmbeddingCollection, named: Mapping[str, str]) -> None:
         module = fused_kernel(sharded)
         self.kernel: SplitTableBatchedEmbeddingBagsCodegen = module.emb_module
         self.names = [named[table.name] for table in module.config.embedding_tables]
         self.weights: dict[str, Tensor] = dict(zip(self.names, self.kernel.split_embedding_weights(), strict=True))
-        # Of several features of a table the first one stands for all: ids are deduplicated over them.
+        # The first feature of a table represents all: ids are deduplicated over them.
         tables = self.kernel.feature_table_map
         self._first = [place == 0 or tables[place - 1] != table for place, table in enumerate(tables)]
 
     def look_up(self, local: dict[str, Tensor], lr: float) -> Tensor:
-        """Rows as FBGEMM looks them up, for an update with this learning rate."""
+        """Look up rows with FBGEMM, for an update with this learning rate."""
         parts = iter([local[name] for name in self.names])
         values = torch.cat([local[name] for name in self.names])
         lengths = [len(next(parts)) if first else 0 for first in self._first]
@@ -98,22 +98,22 @@ class FusedCollection:
         return output
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer state by name."""
+        """Return weights and optimizer state by name."""
         sums = self.kernel.split_optimizer_states()  # none for SGD
         return self.weights | {f"{name}.sum": state[0] for name, state in zip(self.names, sums, strict=False)}
 
 
 def fused_kernel(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
-    """What keeps the rows of a collection; refused unless a step's update can be done in two parts exactly."""
+    """Return the kernel of a collection. Raise unless an update in two parts is exact."""
     lookups: list[Any] = sharded._lookups
     modules = [module for lookup in lookups for module in lookup._emb_modules]
     kinds, one_kernel = sharded._sharding_types, [type(module) for module in modules] == [BatchedFusedEmbedding]
     where = f"collection of the tables {', '.join(sharded._table_names)}"
     if kinds != ["row_wise"] or not one_kernel:
         what = f"its tables are {' and '.join(kinds)} in {len(modules)} kernels"
-        what += "; rows travel only of row-wise tables in one fused kernel"
+        what += "; only row-wise tables in one fused kernel are supported"
         remedy = "shard it row_wise with the fused kernel"
-        remedy += "; tables that differ in optimizer or precision go to collections of their own"
+        remedy += "; put tables with another optimizer or precision into another collection"
         raise ConfigError(what, where=where, remedy=remedy)
     kernel: SplitTableBatchedEmbeddingBagsCodegen = modules[0].emb_module
     if kernel.weights_precision != SparseType.FP32:
@@ -125,13 +125,13 @@ def fused_kernel(sharded: ShardedEmbeddingCollection) -> BatchedFusedEmbedding:
 
 
 def require_exact(optimizer: EmbOptimType, where: str) -> None:
-    """Refuse an optimizer that learns something else when a step's rows are changed in two parts."""
+    """Raise for an optimizer whose result changes when the rows of a step are updated in two parts."""
     if optimizer not in _OPTIMIZERS.values():
         raise not_exact_error(f"{optimizer} counts its updates, or changes rows that no batch read", where)
 
 
 def not_exact_error(why: str, where: str) -> ConfigError:
-    """What is said to somebody whose tables cannot be changed in two parts."""
+    """Return the error for tables that cannot be updated exactly in two parts."""
     remedy = "use SGD, row-wise Adagrad or Adagrad in fp32, or TorchRec's own EmbeddingCollectionSharder for it"
     return ConfigError(f"prioritized embeddings would not be exact: {why}", where=where, remedy=remedy)
 
@@ -139,7 +139,7 @@ def not_exact_error(why: str, where: str) -> ConfigError:
 def fused_shard(tables: Sequence[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> FusedShard:
     """Plan, shard and allocate tables, one collection per width."""
     sharded = [(_sharded(of_width, config, group, device), of_width) for of_width in by_dim(tables)]
-    return FusedShard([FusedCollection(one, {t.name: t.name for t in of_width}) for one, of_width in sharded])
+    return FusedShard([FusedCollection(c, {t.name: t.name for t in of_width}) for c, of_width in sharded])
 
 
 def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> Any:
@@ -148,7 +148,7 @@ def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, dev
 
 
 def embedding_collection(tables: Sequence[Table]) -> EmbeddingCollection:
-    """Tables as TorchRec describes them before it shards them; each is one feature."""
+    """Return an unsharded collection of tables with one feature each."""
     configs = [
         EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]) for t in tables
     ]
@@ -164,7 +164,7 @@ def shard_row_wise(
     *,
     init_data_parallel: bool = True,
 ) -> DistributedModelParallel:
-    """Shard the collections of a module row-wise, as TorchRec plans them for this cluster's memory."""
+    """Shard the collections of a module row-wise, as TorchRec plans them for the cluster's memory."""
     fused = {"optimizer": _OPTIMIZERS[config.optimizer], "learning_rate": config.lr, "eps": config.eps}
     sharders: list[Any] = [EmbeddingCollectionSharder(fused_params=fused)]
     constraint = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])

@@ -1,4 +1,8 @@
-"""Each id once, before it is looked up or sent. Pure."""
+"""Unique ids of a batch, and the ids that two consecutive batches share. Pure.
+
+The owner of a row finds shared ids from the requests of both batches, and sends one bit per id. Work and memory depend
+on the ids, never on the table size; nothing here waits for a device.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,20 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_DENSE = 4  # a mark per row of the table is cheaper than sorting while the table has at most so many rows per id
+_DENSE = 4  # up to so many rows per id, a flag per row is cheaper than sorting
 
 
 class UniqueIds(NamedTuple):
-    """The rows that a batch needs of one table."""
+    """The unique ids of a batch in one table."""
 
     unique: Tensor
     """Ascending."""
     inverse: Tensor
-    """Where each id that was asked for stands in `unique`; of the shape of those ids."""
+    """Position of each id in `unique`, in the shape of the ids."""
 
 
 def deduplicate(ids: Tensor, *, rows: int) -> UniqueIds:
-    """Find the distinct ids of a table with so many rows."""
+    """Return the unique ids of a table with so many rows."""
     if rows > _DENSE * ids.numel():
         return UniqueIds(*torch.unique(ids, return_inverse=True))
     place = torch.zeros(rows, dtype=torch.int64, device=ids.device)
@@ -32,14 +36,14 @@ _BITS = 8
 
 
 class SharedIds(NamedTuple):
-    """Of the ids of two batches: which of them are in the other one too."""
+    """Masks over the ids of two batches: which ids the other batch has too."""
 
     in_next: Tensor
     in_this: Tensor
 
 
 def split(this: Tensor, following: Tensor) -> SharedIds:
-    """Compare the ids of a batch and of the next one; any order, duplicates welcome."""
+    """Return which ids of a batch and of the next one are shared. Any order; duplicates are allowed."""
     return SharedIds(_is_in(this, following), _is_in(following, this))
 
 
@@ -52,25 +56,25 @@ def _is_in(ids: Tensor, others: Tensor) -> Tensor:
 
 
 def packed_sizes(sizes: Sequence[int]) -> list[int]:
-    """Bytes that masks of so many bits take."""
+    """Return the bytes of masks of these sizes."""
     return [-(-size // _BITS) for size in sizes]
 
 
 def pack(masks: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Masks of these sizes, laid end to end, as bits; every mask begins with a byte of its own."""
+    """Pack concatenated masks of these sizes into bits. Every mask starts at a byte."""
     bits = torch.zeros(_BITS * sum(packed_sizes(sizes)), dtype=torch.uint8, device=masks.device)
     bits[_bit_positions(sizes, masks.device)] = masks.to(torch.uint8)
     return (bits.view(-1, _BITS) << _shifts(masks.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The masks again, end to end."""
+    """Return the concatenated masks."""
     bits = packed[:, None] >> _shifts(packed.device) & 1
     return bits.flatten()[_bit_positions(sizes, packed.device)].bool()
 
 
 def _bit_positions(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Where the bits of each mask stand."""
+    """Return the bit positions of all mask entries."""
     of_masks = torch.tensor([sizes, packed_sizes(sizes)], device=device)
     ends = of_masks.cumsum(1)
     shift = _BITS * (ends[1] - of_masks[1]) - (ends[0] - of_masks[0])

@@ -1,9 +1,10 @@
-"""The rows of a batch from their owners and their gradients back, one operation at a time: the exact exchange.
+"""Prioritized embedding communication (PEC), exact: the operations of a step on the rows of a batch.
 
-`overlap.schedule` says when each operation runs. In a serial step all rows travel at once. In an overlapped one they
-travel in two parts. Rows that the batch before has too wait for its update; the others come ahead of it. Gradients of
-rows that the next batch has too go first; the others go behind it, and are applied with the learning rate of their own
-step. Every row is changed once a step, in the same order of additions: what is learnt is the same to the last bit.
+`overlap.schedule` defines when each operation runs. A serial step moves all rows at once. An overlapped step moves them
+in two parts. Rows that the previous batch has too wait for its update; the others are fetched early. Gradients of rows
+that the next batch has too are sent first; the others are overlapped with the next step, and applied with the learning
+rate of their own step. Every row is updated once per step, in the same order of additions, so the training result is
+bitwise that of the serial step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,85 +24,85 @@ V = TypeVar("V")
 
 @dataclass
 class EmbeddingContext:
-    """The rows of one batch on their way: what one operation leaves for the next."""
+    """The rows of one batch in flight: what one operation leaves for the next ones."""
 
     unique_ids: Mapping[str, UniqueIds] = field(default_factory=dict)
-    """The distinct ids of the batch, per table."""
+    """The unique ids of the batch, per table."""
     previous: "EmbeddingContext | None" = None
-    """Of the batch before, until it is known which rows both have."""
+    """The previous batch, until the shared rows are known."""
     lr: Mapping[str, float] = field(default_factory=dict)
     """Learning rate of each table in the step that computes the batch."""
     exhausted: bool = False
-    """Whether this rank has no batch here: its loader ended before the step."""
+    """Whether this rank has no batch: its loader has ended."""
     plan: AllToAllPlan | None = None
     shared: dict[str, SharedIds] = field(default_factory=dict)
-    """Of own rows that were asked for: which are in the batch before too, and which of that one's are in this."""
+    """Which requested local rows this batch and the previous one share."""
     fetch_split: SplitPlan | None = None
-    """How rows come: those that the batch before has too, and the others."""
+    """How rows are fetched: those that the previous batch has too, and the others."""
     gradient_split: SplitPlan | None = None
-    """How gradients go: those of rows that the next batch has too, and the others. None without a next one."""
+    """How gradients are sent: of rows that the next batch has too, and the others. None without a next batch."""
     looked_up_rows: dict[str, Tensor] = field(default_factory=dict)
-    """Own rows that are about to be sent."""
+    """Local rows to send."""
     collision_rows: dict[str, Tensor] = field(default_factory=dict)
-    """The same, of those that the batch before has too."""
+    """Local rows to send that the previous batch has too."""
     rows: dict[str, Tensor] | None = None
-    """Rows that travelled here. Their gradients gather in them."""
+    """Received rows, which accumulate gradients."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of own rows, from all ranks."""
+    """Gradients of local rows, from all ranks."""
     deferred_grads: dict[str, Tensor] = field(default_factory=dict)
-    """The same, of those that came behind the next step."""
+    """Gradients of local rows that were overlapped with the next step."""
     skip_update: bool = False
-    """Whether its gradients must change nothing, wherever they are by now: the same on all ranks."""
+    """Whether to drop the gradients of the batch; the same on all ranks."""
 
     @property
     def canceled(self) -> bool:
-        """Whether some rank has no such batch, so that no rank computes it. Known once ids were exchanged."""
+        """Whether some rank has no such batch, so that no rank computes it. Defined after the exchange of ids."""
         return self.plan is not None and bool(self.plan.exhausted)
 
     @property
     def row_gradients(self) -> dict[str, Tensor]:
-        """Of all rows that travelled here."""
+        """Gradients of all received rows."""
         rows = require(self.rows)
         return {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in rows.items()}
 
 
 class RowOperations:
-    """What the operations of a schedule do with the rows of a batch. `lane` names the exchange that moves them."""
+    """The operations of a schedule on rows. `lane` selects the exchange that moves them."""
 
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
 
     def send_ids(self, context: EmbeddingContext, lane: str) -> None:
-        """Ask the owners of the rows for them."""
+        """Request rows of their owners."""
         context.plan = self._tables.exchanges[lane].send_ids(context.unique_ids, exhausted=context.exhausted)
 
     def look_up(self, context: EmbeddingContext, _: str) -> None:
-        """Read the own rows that all ranks asked for."""
+        """Read the local rows that ranks requested."""
         context.looked_up_rows = self._tables.look_up(require(context.plan))
 
     def send_rows(self, context: EmbeddingContext, lane: str) -> None:
-        """Send them to who asked. What arrives here is where gradients will gather."""
+        """Send rows to the ranks that requested them. The received rows accumulate gradients."""
         context.rows = (
             self._tables.exchanges[lane].send_rows(require(context.plan), _take(context.looked_up_rows)).wait()
         )
 
     def send_gradients(self, context: EmbeddingContext, lane: str) -> None:
-        """Send the gradients of the rows to their owners."""
+        """Send row gradients to the owners."""
         exchange = self._tables.exchanges[lane]
         context.gradients = exchange.send_gradients(require(context.plan), context.row_gradients).wait()
 
     def update_rows(self, context: EmbeddingContext, _: str) -> None:
-        """Change the own rows, each once."""
+        """Update local rows, each once."""
         self._update(context, require(context.plan), context.gradients)
 
     def split(self, context: EmbeddingContext, _: str) -> None:
-        """Find which own rows this batch and the one before have in common. The first one of a run has none before."""
+        """Find the local rows that this batch and the previous one share. The first batch shares none."""
         previous = {} if context.previous is None else require(context.previous.plan).local_rows
         local_rows = require(context.plan).local_rows
         context.shared = {name: split(previous.get(name, rows[:0]), rows) for name, rows in local_rows.items()}
 
     def send_split(self, context: EmbeddingContext, lane: str) -> None:
-        """Tell who asked for rows which of them those are, of both batches."""
+        """Send the ranks which of their requested rows, of both batches, are shared."""
         plan, previous = require(context.plan), context.previous
         previous_plan = plan.empty() if previous is None else require(previous.plan)
         gradient_split, context.fetch_split = self._tables.exchanges[lane].send_split(
@@ -113,27 +114,27 @@ class RowOperations:
         context.rows = self._tables.allocate_rows(context.unique_ids)
 
     def look_up_exclusive(self, context: EmbeddingContext, _: str) -> None:
-        """Read the rows that the batch before does not touch."""
+        """Read the rows that the previous batch does not have."""
         context.looked_up_rows = self._tables.look_up(require(context.fetch_split).exclusive)
 
     def send_exclusive_rows(self, context: EmbeddingContext, lane: str) -> None:
-        """Send them, behind compute."""
+        """Send them, overlapped with compute."""
         fetch_split = require(context.fetch_split)
         got = self._tables.exchanges[lane].send_rows(fetch_split.exclusive, _take(context.looked_up_rows)).wait()
         _scatter_rows(require(context.rows), got, {name: ~mask for name, mask in fetch_split.mask.items()})
 
     def look_up_collision(self, context: EmbeddingContext, _: str) -> None:
-        """Read the rows that the batch before has just changed."""
+        """Read the rows that the previous batch has just updated."""
         context.collision_rows = self._tables.look_up(require(context.fetch_split).shared)
 
     def send_collision_rows(self, context: EmbeddingContext, lane: str) -> Callable[[], None]:
-        """Begin to send them; the next step waits for these."""
+        """Start to send them; the next step waits for them."""
         fetch_split = require(context.fetch_split)
         coming = self._tables.exchanges[lane].send_rows(fetch_split.shared, _take(context.collision_rows))
         return lambda: _scatter_rows(require(context.rows), coming.wait(), fetch_split.mask)
 
     def send_urgent_gradients(self, context: EmbeddingContext, lane: str) -> Callable[[], None] | None:
-        """Begin to send the gradients of rows that the next batch reads."""
+        """Start to send the gradients of rows that the next batch reads."""
         if context.gradient_split is None:
             return None
         some = {name: values[context.gradient_split.mask[name]] for name, values in context.row_gradients.items()}
@@ -141,12 +142,12 @@ class RowOperations:
         return lambda: context.gradients.update(coming.wait())
 
     def update_urgent(self, context: EmbeddingContext, _: str) -> None:
-        """Change those rows."""
+        """Update those rows."""
         if context.gradient_split is not None:
             self._update(context, context.gradient_split.shared, context.gradients)
 
     def send_deferred_gradients(self, context: EmbeddingContext, lane: str) -> None:
-        """Send all other gradients, behind the next step."""
+        """Send all other gradients, overlapped with the next step."""
         gradients, plan = _record_stream(context.row_gradients), require(context.plan)
         if context.gradient_split is not None:
             mask, plan = context.gradient_split.mask, context.gradient_split.exclusive
@@ -155,18 +156,18 @@ class RowOperations:
         context.deferred_grads = self._tables.exchanges[lane].send_gradients(plan, gradients).wait()
 
     def update_deferred(self, context: EmbeddingContext, _: str) -> None:
-        """Change the rows that were put off, with the learning rate of their own step."""
+        """Update the deferred rows with the learning rate of their own step."""
         plan = require(context.plan) if context.gradient_split is None else context.gradient_split.exclusive
         self._update(context, plan, context.deferred_grads)
 
     def _update(self, context: EmbeddingContext, plan: AllToAllPlan, gradients: dict[str, Tensor]) -> None:
-        found = _take(gradients)
+        taken = _take(gradients)
         if not context.skip_update:
-            self._tables.update(plan, found, lr=context.lr)
+            self._tables.update(plan, taken, lr=context.lr)
 
 
 class EmbeddingMemory(NamedTuple):
-    """Bytes that batches under way hold on this rank."""
+    """Bytes that unfinished batches hold on this rank."""
 
     ids: int
     rows: int
@@ -174,7 +175,7 @@ class EmbeddingMemory(NamedTuple):
 
 
 def embedding_memory(contexts: Iterable[EmbeddingContext]) -> EmbeddingMemory:
-    """Ids asked for, here and there; rows that came or are about to go; gradients of rows, on their way or arrived."""
+    """Return the bytes of requested and served ids, of rows received or to send, and of row gradients."""
     ids = rows = gradients = 0
     for one in contexts:
         ids += _bytes({name: unique_ids.unique for name, unique_ids in one.unique_ids.items()})
@@ -187,21 +188,21 @@ def embedding_memory(contexts: Iterable[EmbeddingContext]) -> EmbeddingMemory:
 
 
 def require(value: T | None) -> T:
-    """What an earlier operation left."""
+    """Return what an earlier operation left. Raise if it is missing."""
     if value is None:
         raise RuntimeError("an operation ran before the one that it needs; the schedule is wrong")
     return value
 
 
 def _take(values: dict[str, V]) -> dict[str, V]:
-    """What an earlier operation left, and nobody else needs: it is held no longer than it is used."""
-    found = dict(values)
+    """Return the entries and clear the source, so that memory is freed after use."""
+    taken = dict(values)
     values.clear()
-    return found
+    return taken
 
 
 def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What another stream made, and is dropped before that stream knows that this one has used it."""
+    """Mark tensors of another stream as used by this one, since they are freed before that stream waits for it."""
     for value in values.values():
         if value.is_cuda:
             value.record_stream(torch.cuda.current_stream(value.device))
@@ -209,7 +210,7 @@ def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:
-    """Lay rows that arrived to the others of their batch."""
+    """Write received rows to their positions in the batch."""
     for name, values in some.items():
         rows[name][where[name]] = values
 

@@ -1,4 +1,8 @@
-"""What the owner of rows does with them, whatever keeps them: look up, and update from gradients."""
+"""Sharded tables as a step uses them: the local shard and the exchange of rows.
+
+`PlainShard` holds rows as torch tensors in any precision, with a readable optimizer. It is the reference for the FBGEMM
+shard in `fused`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -16,20 +20,20 @@ from freescale.transport.world import World
 
 
 class Shard(Protocol):
-    """The rows of all tables that this rank owns. Several threads may use it, on different rows."""
+    """The local rows of all tables. Threads may use it concurrently, on different rows."""
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read rows, one per local number."""
+        """Read rows by local index."""
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """Add up the gradients of each row, then let the optimizer change it once. `lr`: by table."""
+        """Sum the gradients of each row and update it once. `lr`: by table."""
 
     def state(self) -> dict[str, Tensor]:
-        """Weights (`item`) and optimizer state (`item.sum`), as they live: the own rows of each, first dimension."""
+        """Return weights (`item`) and optimizer state (`item.sum`) of the local rows, without a copy."""
 
 
 class PlainShard:
-    """Rows and their optimizer, in torch. `state`: as it lives; whoever made it may keep it elsewhere too."""
+    """Rows and their optimizer, in torch. `state` is used in place."""
 
     def __init__(self, state: Mapping[str, Tensor], config: TablesConfig) -> None:
         self._state, self._config = dict(state), config
@@ -39,7 +43,7 @@ class PlainShard:
         return {name: self._state[name].index_select(0, rows) for name, rows in local.items()}
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """One change per row, from the sum of its gradients."""
+        """Update each row once, from the sum of its gradients."""
         for name, gradient in gradients.items():
             weight = self._state[name]
             rows, index = deduplicate(local[name], rows=len(weight))
@@ -47,7 +51,7 @@ class PlainShard:
             weight.index_add_(0, rows, total.mul_(self._rate(name, rows, total, lr[name])), alpha=-1)
 
     def _rate(self, name: str, rows: Tensor, total: Tensor, lr: float) -> Tensor | float:
-        """By what each number of a change is multiplied, after its square was counted."""
+        """Return the factor of a summed gradient, after adding its square to the optimizer state."""
         if self._config.optimizer == "sgd":
             return lr
         square = total.square()
@@ -58,14 +62,14 @@ class PlainShard:
         return lr / sums.index_select(0, rows).sqrt_().add_(self._config.eps)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and sums of squares."""
+        """Return weights and sums of squares."""
         return dict(self._state)
 
 
 def plain_shard(
     tables: Sequence[Table], config: TablesConfig, *, rank: int, world_size: int, dtype: torch.dtype
 ) -> PlainShard:
-    """Allocate the own rows of tables."""
+    """Allocate the local rows of tables."""
     owned = {table.name: len(table.owned(rank, world_size)) for table in tables}
     state = {table.name: torch.zeros(owned[table.name], table.dim, dtype=dtype) for table in tables}
     if config.optimizer != "sgd":
@@ -75,7 +79,7 @@ def plain_shard(
 
 
 class ShardedTables:
-    """The own rows, and what moves rows: an exchange per lane."""
+    """The local rows, and an exchange per lane."""
 
     def __init__(self, tables: Sequence[Table], shard: Shard, transport: Transport) -> None:
         self.tables, self.shard = list(tables), shard
@@ -84,24 +88,24 @@ class ShardedTables:
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
     def add_lane(self, name: str, transport: Transport) -> None:
-        """Let rows travel apart from what is urgent."""
+        """Add an exchange beside the urgent one."""
         self.exchanges[name] = EmbeddingExchange(self.tables, transport)
 
     def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
-        """Read the rows that all ranks asked this one for."""
+        """Read the local rows that ranks requested."""
         return self.shard.look_up(plan.local_rows)
 
     def update(self, plan: AllToAllPlan, gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """Change those rows."""
+        """Update those rows."""
         self.shard.update(plan.local_rows, gradients, lr=lr)
 
     def allocate_rows(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
-        """Where rows of distinct ids will lie."""
+        """Allocate the rows of unique ids."""
         like = self._rows_like
         return {t.name: like[t.name].new_empty(len(unique_ids[t.name].unique), t.dim) for t in self.tables}
 
     def read(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
-        """Rows of distinct ids, when nothing will be updated. Every rank must take part."""
+        """Return the rows of unique ids without an update. Collective."""
         exchange = self.exchanges["urgent"]
         plan = exchange.send_ids(unique_ids)
         return exchange.send_rows(plan, self.look_up(plan)).wait()
@@ -110,9 +114,9 @@ class ShardedTables:
 def shard_tables(
     tables: Sequence[Table], config: RunConfig, world: World, transport: Transport, dtype: torch.dtype
 ) -> ShardedTables:
-    """Build the own rows and fill them: in FBGEMM, or as plain torch where FBGEMM has no such precision.
+    """Build and initialize the local rows: in FBGEMM, or in plain torch where FBGEMM lacks the precision.
 
-    On a CPU, FBGEMM's rows are changed by torch too: the same arithmetic, in a seventh of the time.
+    On a CPU, torch updates FBGEMM's rows too: the same arithmetic in a seventh of the time.
     """
     if dtype == torch.float32:
         from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
@@ -128,20 +132,20 @@ def shard_tables(
 
 
 def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, world: World) -> None:
-    """Give this rank's rows what they begin as."""
+    """Initialize the local rows."""
     for table in tables:
         first = table.owned(world.rank, world.world_size).start
         table.fill(own[table.name], first, seed=config.seed, deviation=config.tables.init)
 
 
 def describe_replicated_tables(tables: Sequence[Table], dtype: torch.dtype) -> list[str]:
-    """Every rank holds everything."""
+    """Return the size of each replicated table, as human-readable lines."""
     sizes = [(t, _mb(t.rows * t.dim * dtype.itemsize)) for t in tables]
     return [f"table {t.name}: {t.rows:,} x {t.dim}, a copy on every rank, {size}" for t, size in sizes]
 
 
 def describe_sharded_tables(tables: ShardedTables, world_size: int) -> list[str]:
-    """Rows dealt over the ranks; memory is that of the rank with the most rows."""
+    """Return the size of each sharded table on the largest rank, as human-readable lines."""
     state = tables.shard.state()
     lines = []
     for table in tables.tables:

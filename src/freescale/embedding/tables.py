@@ -1,4 +1,4 @@
-"""What a table is, who owns which of its rows, and what its rows begin as. Pure."""
+"""Embedding tables: the owner of each row, initial values, and small tables that every rank replicates."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,28 @@ _CHUNK = 1 << 20
 
 
 class Table(NamedTuple):
-    """An embedding table of the whole run."""
+    """An embedding table."""
 
     name: str
     rows: int
     dim: int
 
     def block(self, world_size: int) -> int:
-        """Rows that a rank owns; the last ones may own fewer. Row r belongs to rank r // block."""
+        """Return the rows per rank; the last ranks may own fewer. Row r belongs to rank r // block."""
         return -(-self.rows // world_size)
 
     def owned(self, rank: int, world_size: int) -> range:
-        """The rows of one rank."""
+        """Return the rows of a rank."""
         block = self.block(world_size)
         return range(min(rank * block, self.rows), min((rank + 1) * block, self.rows))
 
     def cuts(self, unique: Tensor, world_size: int) -> list[int]:
-        """Where ascending ids change their owner: the ids [cuts[r], cuts[r + 1]) belong to rank r."""
+        """Return where ascending ids change their owner: the ids [cuts[r], cuts[r + 1]) belong to rank r."""
         owners = torch.arange(1, world_size, device=unique.device) * self.block(world_size)
         return [0, *torch.searchsorted(unique, owners).tolist(), len(unique)]
 
     def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:
-        """Give rows [first, first + len(local)) what they begin as: a hash of (seed, table, row), whoever owns them."""
+        """Initialize rows [first, first + len(local)) with a hash of (seed, table, row), whichever rank owns them."""
         key = derive_key(seed, zlib.crc32(self.name.encode()))
         flat = local.view(-1)
         for begin in range(0, len(flat), _CHUNK):
@@ -46,12 +46,12 @@ class Table(NamedTuple):
 
 
 def by_dim(tables: Sequence[Table]) -> list[list[Table]]:
-    """Tables whose rows can travel together and live in one collection: those of one width."""
+    """Group tables by width: those of one width share transfers and a collection."""
     return [[t for t in tables if t.dim == dim] for dim in sorted({t.dim for t in tables})]
 
 
 class ReplicatedTables(nn.Module):
-    """Whole tables as parameters."""
+    """Whole tables as parameters of every rank, trained with the dense model."""
 
     def __init__(self, tables: Sequence[Table], *, seed: int, deviation: float) -> None:
         super().__init__()
@@ -62,5 +62,5 @@ class ReplicatedTables(nn.Module):
             self.weights[table.name] = nn.Parameter(weight)
 
     def forward(self, unique: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows of distinct ids."""
+        """Return the rows of unique ids."""
         return {name: self.weights[name][ids] for name, ids in unique.items()}
