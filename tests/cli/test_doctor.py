@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from freescale.cli import doctor
+
 HERE = Path(sysconfig.get_path("purelib"))
 
 
@@ -112,12 +114,29 @@ def test_fbgemm_files_overwritten_by_another_package_are_found(make: Callable[..
     assert "not its own: fbgemm_gpu/__init__.py" in faults(environment.doctor())["fbgemm"]
 
 
-def test_a_torchmetrics_that_fails_in_mid_run_is_found(make: Callable[..., Environment]) -> None:
+def test_a_torchmetrics_that_imports_and_then_fails_is_found(make: Callable[..., Environment]) -> None:
     environment = make("torchmetrics")
     environment.install("torchmetrics==1.4.0")
-    report = environment.doctor()
-    assert "torchmetrics 1.4.0 instead of 1.0.3 | pip install torchmetrics==1.0.3" in faults(report)["torchmetrics"]
-    assert not torchrec_was_imported(report)
+    found = faults(environment.doctor())["torchmetrics"]
+    assert "TorchRec's metrics fail with torchmetrics 1.4.0 | pip install torchmetrics==1.0.3" in found
+
+
+def test_an_untested_version_that_works_is_a_warning(make: Callable[..., Environment]) -> None:
+    environment = make("torchrec-")
+    environment.plant("torchrec", "1.7.9")
+    report = environment.doctor("--device", "cpu")
+    assert report["ready"]
+    (warning,) = [finding for finding in report["findings"] if finding["check"] == "torchrec" and finding["why"]]
+    assert (warning["status"], warning["what"]) == ("warning", "torchrec 1.7.9 instead of 1.8.0")
+    assert warning["remedy"] == "pip install --no-deps torchrec==1.8.0"
+
+
+@pytest.mark.parametrize(("torch", "torchrec"), [("2.13.1", "1.8.0"), ("2.14.1+cu130", "1.9.2"), ("2.99.0", "1.8.0")])
+def test_remedies_come_from_the_tested_set_of_the_installed_torch(
+    monkeypatch: pytest.MonkeyPatch, torch: str, torchrec: str
+) -> None:
+    monkeypatch.setattr(doctor, "installed", {"torch": torch}.get)
+    assert doctor.tested_set().torchrec == torchrec
 
 
 @pytest.mark.parametrize(

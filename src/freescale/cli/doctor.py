@@ -18,13 +18,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.errors import InstallError
 from freescale.progress import progress
 
-TORCH, FBGEMM, TORCHREC, TORCHMETRICS, NCCL = "2.13.0", "1.8.0", "1.8.0", "1.0.3", "2.29.7"
+
+class PackageSet(NamedTuple):
+    """Versions that are tested together."""
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+    torchmetrics: str
+    nccl: str
+    """The version that this torch ships."""
+
+
+TESTED_SETS = (
+    PackageSet("2.13.0", "1.8.0", "1.8.0", "1.0.3", "2.29.7"),
+    PackageSet("2.14.1", "1.9.0", "1.9.2", "1.0.3", "2.30.7"),
+)
+_UNTESTED = "this set is not tested; training may work"
 _SMALL_DEPENDENCIES = ("tensordict", "pyre-extensions", "tqdm")
 _SHM, _SHM_LOW, _SHM_LEAST = Path("/dev/shm"), 1 << 30, 64 << 20
 _FILES_LOW, _FILES_LEAST = 4096, 256
@@ -68,18 +84,30 @@ def installed(name: str) -> str | None:
         return None
 
 
+def tested_set() -> PackageSet:
+    """Return the tested set with the installed minor version of torch; the first set if there is none."""
+    torch = installed("torch")
+    return next((known for known in TESTED_SETS if torch and _minor(known.torch) == _minor(torch)), TESTED_SETS[0])
+
+
 def check_torch(_device: Device) -> Iterator[Finding]:
-    """Check that torch is installed in the minor version that the other packages are built for."""
-    why = "FBGEMM's and TorchRec's binaries load with one minor of torch only"
-    why = why if installed("torch") else "training needs it"
-    yield _check_version("torch", TORCH, why, f"pip install torch=={TORCH}")
+    """Check that torch is installed, in a tested version."""
+    required = tested_set().torch
+    yield _check_version("torch", required, "training needs it", f"pip install torch=={required}")
 
 
 def check_fbgemm(device: Device) -> Iterator[Finding]:
-    """Check that exactly one FBGEMM is installed, of the right build and minor version, with intact files."""
-    clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {_fbgemm_of(device)}=={FBGEMM}"
+    """Check that exactly one FBGEMM is installed, of the right build, with intact files."""
+    required, name = tested_set().fbgemm, _fbgemm_of(device)
+    clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {name}=={required}"
     what, wrong = _fbgemm(device)
-    yield fault("fbgemm", what, wrong, clean) if wrong else ok("fbgemm", what)
+    version = installed(name) or installed("fbgemm-gpu") or ""
+    if wrong:
+        yield fault("fbgemm", what, wrong, clean)
+    elif _minor(version) != _minor(required):
+        yield Finding("fbgemm", "warning", f"{what} is not tested with torch {installed('torch')}", _UNTESTED, clean)
+    else:
+        yield ok("fbgemm", what)
 
 
 def _fbgemm(device: Device) -> tuple[str, str]:
@@ -93,9 +121,6 @@ def _fbgemm(device: Device) -> tuple[str, str]:
     name, version = builds[0], installed(builds[0])
     if device == "cuda" and name != _fbgemm_of(device):
         return f"{name} is installed, but cuda needs {_fbgemm_of(device)}", "it has no GPU kernels"
-    if _minor(str(version)) != _minor(FBGEMM):
-        what = f"{name} {version} does not load with torch {installed('torch')}"
-        return what, f"FBGEMM is built for one minor of torch; this one needs {FBGEMM}"
     if changed := _changed_files(name):
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         what = f"files of {name} are not its own: {changed[0]}{more}"
@@ -105,22 +130,27 @@ def _fbgemm(device: Device) -> tuple[str, str]:
 
 def check_torchrec(_device: Device) -> Iterator[Finding]:
     """Check TorchRec and the dependencies that it really needs."""
+    required = tested_set()
     why = "it shards the tables; --no-deps keeps it from replacing FBGEMM"
-    yield _check_version("torchrec", TORCHREC, why, f"pip install --no-deps torchrec=={TORCHREC}")
+    yield _check_version("torchrec", required.torchrec, why, f"pip install --no-deps torchrec=={required.torchrec}")
     if missing := [name for name in _SMALL_DEPENDENCIES if installed(name) is None]:
         what, remedy = f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}"
         yield fault("torchrec", what, "torchrec imports them", remedy)
-    why = "TorchRec's metrics import with other versions and then fail in mid-run"
-    yield _check_version("torchmetrics", TORCHMETRICS, why, f"pip install torchmetrics=={TORCHMETRICS}", exactly=True)
+    metrics = required.torchmetrics
+    yield _check_version("torchmetrics", metrics, "torchrec imports it", f"pip install torchmetrics=={metrics}")
 
 
 def check_nccl_package(device: Device) -> Iterator[Finding]:
     """Check that NCCL is the version that a CUDA torch was built with."""
     names = {dist.metadata["Name"] for dist in metadata.distributions()} if device == "cuda" else set()
     for name in sorted(name for name in names if name.startswith("nvidia-nccl")):
-        if (version := installed(name)) != NCCL:
-            why = f"torch {TORCH} was built with NCCL {NCCL}; another one fails or hangs in collectives"
-            yield fault("nccl", f"{name} {version} instead of {NCCL}", why, f"pip install {name}=={NCCL}")
+        required = tested_set()
+        if (version := installed(name)) != required.nccl:
+            why = (
+                f"torch {required.torch} was built with NCCL {required.nccl}; another one fails or hangs in collectives"
+            )
+            what, remedy = f"{name} {version} instead of {required.nccl}", f"pip install {name}=={required.nccl}"
+            yield fault("nccl", what, why, remedy)
 
 
 def check_shared_memory(_device: Device) -> Iterator[Finding]:
@@ -164,13 +194,15 @@ def check_by_loading(device: Device) -> Iterator[Finding]:
     results, reinstall = _run_child(_LOAD), "pip install --force-reinstall"
     torch = results.get("torch")
     if torch is None:
-        yield fault("torch", "torch does not import", results["died"], f"{reinstall} torch=={TORCH}")
+        yield fault("torch", "torch does not import", results["died"], f"{reinstall} torch=={tested_set().torch}")
         return
     if device == "cuda":
         yield from _gpu(torch)
     if (fbgemm := results.get("fbgemm")) != "ok":
-        remedy = f"{reinstall} --no-deps {_fbgemm_of(device)}=={FBGEMM}"
-        yield fault("fbgemm", "FBGEMM does not load", fbgemm or results["died"], remedy)
+        name = next((name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)), "FBGEMM")
+        what = f"{name} {installed(name)} does not load with torch {torch['version']}"
+        remedy = f"{reinstall} --no-deps {_fbgemm_of(device)}=={tested_set().fbgemm}"
+        yield fault("fbgemm", what, fbgemm or results["died"], remedy)
     if (gloo := results.get("gloo", "not reached")) == "ok":
         yield ok("gloo", "a gloo group can be made")
     elif gloo != "not reached":
@@ -178,13 +210,18 @@ def check_by_loading(device: Device) -> Iterator[Finding]:
         yield fault("gloo", "a gloo group cannot be made", gloo, remedy)
 
 
-def check_torchrec_imports(_device: Device) -> Iterator[Finding]:
-    """Check that TorchRec imports."""
-    results, remedy = _run_child(_TORCHREC), f"pip install --force-reinstall --no-deps torchrec=={TORCHREC}"
-    if results.get("torchrec") == "ok":
-        yield ok("torchrec", "torchrec imports, with its metrics")
+def check_torchrec_by_use(_device: Device) -> Iterator[Finding]:
+    """Import TorchRec and compute one of its metrics, in a child process."""
+    results, required = _run_child(_TORCHREC), tested_set()
+    if (imported := results.get("torchrec")) != "ok":
+        remedy = f"pip install --force-reinstall --no-deps torchrec=={required.torchrec}"
+        yield fault("torchrec", "torchrec does not import", imported or results["died"], remedy)
+    elif (metrics := results.get("metrics")) != "ok":
+        what = f"TorchRec's metrics fail with torchmetrics {installed('torchmetrics')}"
+        remedy = f"pip install torchmetrics=={required.torchmetrics}"
+        yield fault("torchmetrics", what, metrics or results["died"], remedy)
     else:
-        yield fault("torchrec", "torchrec does not import", results.get("torchrec") or results["died"], remedy)
+        yield ok("torchrec", "torchrec imports, and its metrics work")
 
 
 def has_gpu_driver() -> bool:
@@ -192,15 +229,14 @@ def has_gpu_driver() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
-def _check_version(name: str, required: str, why: str, remedy: str, *, exactly: bool = False) -> Finding:
-    """Check that a distribution has the required minor version, or exactly the required version."""
+def _check_version(name: str, required: str, why: str, remedy: str) -> Finding:
+    """Return a fault if a distribution is missing, and a warning if its version is not the tested one."""
     version = installed(name)
     if version is None:
         return fault(name, f"{name} is not installed", why, remedy)
-    matches = version == required if exactly else _minor(version) == _minor(required)
-    if matches:
+    if _minor(version) == _minor(required):
         return ok(name, f"{name} {version}")
-    return fault(name, f"{name} {version} instead of {required}", why, remedy)
+    return Finding(name, "warning", f"{name} {version} instead of {required}", _UNTESTED, remedy)
 
 
 def _limited(low: Finding, amount: int, enough: int, least: int) -> Finding:
@@ -211,11 +247,13 @@ def _limited(low: Finding, amount: int, enough: int, least: int) -> Finding:
 
 
 def _gpu(torch: dict[str, Any]) -> Iterator[Finding]:
-    build = f"pip install --force-reinstall torch=={TORCH}   (the CUDA build)"
+    required = tested_set()
+    build = f"pip install --force-reinstall torch=={required.torch}   (the CUDA build)"
     if torch["nccl"] is None:
         yield fault("nccl", f"torch {torch['version']} has no NCCL", "it is a CPU build", build)
-    elif torch["nccl"] != NCCL:
-        yield fault("nccl", f"NCCL {torch['nccl']} instead of {NCCL}", f"torch {TORCH} ships {NCCL}", build)
+    elif torch["nccl"] != required.nccl:
+        why = f"torch {required.torch} ships {required.nccl}"
+        yield fault("nccl", f"NCCL {torch['nccl']} instead of {required.nccl}", why, build)
     else:
         yield ok("nccl", f"NCCL {torch['nccl']}")
     if torch["gpus"]:
@@ -250,12 +288,21 @@ except Exception as error: say(gloo=(str(error) or type(error).__name__).splitli
 """
 
 _TORCHREC = """
-import json
+import json, torch
+def say(**what): print("CHECK " + json.dumps(what), flush=True)
+def reason(error): return (str(error) or type(error).__name__).splitlines()[0]
 try:
-    import torchrec, torchrec.metrics.ne, torchrec.distributed.model_parallel
-    what = "ok"
-except Exception as error: what = (str(error) or type(error).__name__).splitlines()[0]
-print("CHECK " + json.dumps({"torchrec": what}), flush=True)
+    import torchrec, torchrec.distributed.model_parallel
+    from torchrec.metrics.metrics_config import DefaultTaskInfo
+    from torchrec.metrics.ne import NEMetric
+    say(torchrec="ok")
+    metric, task = NEMetric(world_size=1, my_rank=0, batch_size=2, tasks=[DefaultTaskInfo]), DefaultTaskInfo.name
+    ones = torch.ones(2, dtype=torch.float64)
+    metric.update(predictions={task: ones / 2}, labels={task: ones}, weights={task: ones})
+    metric.compute()
+    say(metrics="ok")
+except ImportError as error: say(torchrec=reason(error))
+except Exception as error: say(metrics=reason(error))
 """
 
 
@@ -332,7 +379,7 @@ def _examine(device: Device) -> Iterator[Finding]:
         findings += (loaded := list(check_by_loading(device)))
         yield from loaded
     if all(finding.status != "fault" for finding in findings):
-        yield from check_torchrec_imports(device)
+        yield from check_torchrec_by_use(device)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
