@@ -6,7 +6,7 @@ Two hosts (network namespaces) with a shaped link, one rank each, one and the sa
 it take turns over the same batches: TorchRec's plain loop, its SparseDist pipeline, our loop with distinct ids, one
 thing after another, and prioritized; then the plain loop again, as the floor. Exposed time is the ledger's. First it is
 told how long urgent traffic takes while 64 MB that may wait are on their way. Then all train on ids of which 4% are in
-the batch before too, on `production` popularity, and on shares from 0 to 50%, on the timed compute lane; last with real
+the batch before too, on `production` popularity, and on shares from 0 to 50%, on emulated compute; last with real
 compute.
 """
 

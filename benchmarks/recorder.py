@@ -1,6 +1,6 @@
 """What recording costs: calls per step x cost per call, against a step of 50 ms.
 
-Two ranks train on the timed compute lane, which says how often each call is made in a step and what the bookkeeping
+Two ranks train on emulated compute, which says how often each call is made in a step and what the bookkeeping
 after it costs, in CPU time of the thread that trains. The marks are too cheap for that and are timed in a loop.
 
 python benchmarks/recorder.py --out benchmarks/results/recorder.json

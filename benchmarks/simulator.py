@@ -89,13 +89,13 @@ class Recording:
         return whole / 3, whole * 2 / 3
 
 
-def trained(world: World, options: argparse.Namespace, folder: Path, timed: bool) -> list[list[list[int]]]:
+def trained(world: World, options: argparse.Namespace, folder: Path, emulated: bool) -> list[list[list[int]]]:
     """All runs; gives the lengths of every rank's samples, step by step, where nothing was moved."""
     found: list[list[list[int]]] = []
     for name, techniques in TURNS.items():
         config, recording = settings(options, world.world_size, techniques), Recording()
         items = Loader(config.data, seed=0).vocabulary.rows
-        model = EmulatedModel(build_model(config, items=items), recording.seconds) if timed else None
+        model = EmulatedModel(build_model(config, items=items), recording.seconds) if emulated else None
         trainer = build(config, world, folder / name, model=model)
         trainer.fit()
         trainer.close()
@@ -156,12 +156,12 @@ def judged(found: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 
 def measured_in(
-    options: argparse.Namespace, hosts: Lab, folder: Path, ranks: int, *, timed: bool
+    options: argparse.Namespace, hosts: Lab, folder: Path, ranks: int, *, emulated: bool
 ) -> list[dict[str, Any]]:
     kept = folder.parent / f"lengths-{ranks}.json"
     if not (folder / "nothing again").exists():
-        lengths = on_ranks(trained, ranks, options, folder, timed, lab=hosts)
-        if timed:  # a real model does not write them down, but it is given the same
+        lengths = on_ranks(trained, ranks, options, folder, emulated, lab=hosts)
+        if emulated:  # a real model does not write them down, but it is given the same
             kept.write_text(json.dumps(lengths))
     config = settings(options, ranks, TURNS["nothing"])
     return judged(predictions(folder, config, compute_stats(Dataset(options.data)), json.loads(kept.read_text())))
@@ -189,10 +189,10 @@ def main() -> None:
                 for mbit in options.mbit:
                     hosts.shape(mbit)
                     real = options.real and ranks == 2 and mbit == options.mbit[0]
-                    for timed in (True, False) if real else (True,):
-                        place = folder / f"{ranks}-{mbit}-{timed}"
-                        for line in measured_in(options, hosts, place, ranks, timed=timed):
-                            compute = "timed" if timed else "real"
+                    for emulated in (True, False) if real else (True,):
+                        place = folder / f"{ranks}-{mbit}-{emulated}"
+                        for line in measured_in(options, hosts, place, ranks, emulated=emulated):
+                            compute = "emulated" if emulated else "real"
                             results.append({"ranks": ranks, "mbit": mbit, "compute": compute} | line)
                             print(json.dumps(results[-1]), flush=True)
     save(options.out, results)

@@ -76,15 +76,15 @@ def of_preset(
     small = settings(options, folder / "small", EXACT_SAMPLES, 2)
     exact = on_ranks(compared, 2, small, folder / "exact", options.exact_steps)
     synthetic.write_log(folder / "data", preset, users=20_000, catalogue=options.items, shorter=shorter)
-    lanes = [(ranks, "timed") for ranks in options.ranks] + ([(2, "real")] if options.real else [])
+    lanes = [(ranks, "emulated") for ranks in options.ranks] + ([(2, "real")] if options.real else [])
     for ranks, lane in lanes:
         config = settings(options, folder / "data", options.samples or samples, ranks)
-        words = config, folder / f"{ranks}-{lane}", exact, options, lane == "timed"
-        with lab(ranks) if lane == "timed" else nullcontext() as hosts:
+        words = config, folder / f"{ranks}-{lane}", exact, options, lane == "emulated"
+        with lab(ranks) if lane == "emulated" else nullcontext() as hosts:
             if hosts is not None:
                 hosts.shape(options.mbit)
             figures, drawn = on_ranks(measured, ranks, *words, lab=hosts)
-        yield {"preset": preset, "ranks": ranks, "compute": lane} | figures, drawn
+        yield {"preset": preset, "world_size": ranks, "compute": lane} | figures, drawn
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
                 print(json.dumps(result), flush=True)
                 save(options.out, results)  # as soon as there are some
                 if options.out:
-                    name = f"step-{preset}-{result['ranks']}-{result['compute']}.html"
+                    name = f"step-{preset}-{result['world_size']}-{result['compute']}.html"
                     options.out.with_name(name).write_text(drawn)
 
 

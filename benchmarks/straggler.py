@@ -2,10 +2,10 @@
 
     python benchmarks/straggler.py --out benchmarks/results/straggler.json
 
-Two real ranks, 16 samples each, lengths of `heavy` capped at 1,024. First a run with real compute teaches what a sample
-costs here. Then, on the timed compute lane (waits of that length), runs without, with, and again without balance take
-turns over the same samples; then the same with real compute. Last, on the timed lane, one rank is made 1.6 times slower
-for the first half of a run, with and without `balance.adapt`.
+Two real ranks, 16 samples each, lengths of `heavy` capped at 1,024. A run with real compute measures what a sample
+costs here. Then, with emulated compute (sleeps of that length), runs without, with, and again without balance take
+turns over the same samples; then the same with real compute. Last, with emulated compute, one rank is made 1.6 times
+slower for the first half of a run, with and without `balance.adapt`.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def calibrated(world: World, options: argparse.Namespace, folder: Path) -> tuple
 
 
 def in_turns(
-    world: World, options: argparse.Namespace, folder: Path, compute: MeasuredCompute, *, timed: bool
+    world: World, options: argparse.Namespace, folder: Path, compute: MeasuredCompute, *, emulated: bool
 ) -> dict[str, Any]:
     """Run without, with, and again without balancing over the same samples; then over other samples."""
     words = ["--balance.cost", *map(str, compute.cost.constants)]
@@ -115,8 +115,8 @@ def in_turns(
     for turn in range(options.turns):
         for name, mode in TURNS:
             config = settings(options, options.steps, turn, *words, "--balance.mode", mode)
-            place = folder / f"{'timed' if timed else 'real'}-{turn}-{name}"
-            trainer = trained(config, world, place, compute.lane(config) if timed else None)
+            place = folder / f"{'emulated' if emulated else 'real'}-{turn}-{name}"
+            trainer = trained(config, world, place, compute.lane(config) if emulated else None)
             found[name].append(shares(place) if world.is_rank_zero else {})
             if mode == "on":
                 plans.append(trainer.components.planner.means)
@@ -201,9 +201,9 @@ def on_rank(world: World, options: argparse.Namespace, folder: Path) -> list[dic
     constants = {"step": compute.step} | dict(zip(("sample", "token", "pair"), compute.cost.constants, strict=True))
     return [
         {"calibration": {name: float(f"{value:.4g}") for name, value in constants.items()}, "off": round(error, 4)},
-        {"compute": "timed"} | in_turns(world, options, folder, compute, timed=True),
-        {"compute": "real"} | in_turns(world, options, folder, compute, timed=False),
-        {"compute": "timed", "slower_rank": SLOWER} | slow_rank(world, options, folder, compute),
+        {"compute": "emulated"} | in_turns(world, options, folder, compute, emulated=True),
+        {"compute": "real"} | in_turns(world, options, folder, compute, emulated=False),
+        {"compute": "emulated", "slower_rank": SLOWER} | slow_rank(world, options, folder, compute),
     ]
 
 

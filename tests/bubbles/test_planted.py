@@ -1,6 +1,6 @@
 """An injected bubble is measured with its length, under its cause and no other.
 
-Real processes train over real links on the timed compute lane. Sleeps are planted in every second step, and each notes
+Real processes train over real links with emulated compute. Sleeps are planted in every second step, and each notes
 when it began and ended: whatever else a busy machine does to a step, those moments must stand under their cause. A slow
 link is planted under a whole run, and takes several times as long as a step does without it.
 """

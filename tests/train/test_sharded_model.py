@@ -72,7 +72,7 @@ def test_the_callback_after_local_gradients_does_not_wait_for_other_ranks(groups
 
 
 def train(world: World, log: Path, folder: Path) -> None:
-    """Some steps on the timed lane, in which rank 1 is late."""
+    """Some steps with emulated compute, in which rank 1 is late."""
     config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
     model = build_model(config, items=Loader(config.data, seed=0).vocabulary.rows)
     lane = EmulatedModel(model, lambda _: (0.0, BACKWARD + LATE * world.rank))

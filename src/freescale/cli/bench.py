@@ -162,7 +162,7 @@ def _measure_step(options: argparse.Namespace, config: RunConfig) -> int:
                 say(text)
 
         result = step_comparison.measure_steps(
-            config, world, folder, turns=options.turns, emulated=options.timed, on_progress=tell
+            config, world, folder, turns=options.turns, emulated=options.emulated, on_progress=tell
         )
         exact = step_comparison.compare_losses(
             config, world, folder, steps=options.exact_steps, on_progress=lambda _: bar.advance()
@@ -191,7 +191,7 @@ def _step_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=3, help="turns, each with its own samples (default: 3)")
     parser.add_argument("--exact-steps", type=int, default=8, help="steps whose losses are compared (default: 8)")
     parser.add_argument(
-        "--timed", action="store_true", help="emulate compute by a wait of its measured length, on few cores"
+        "--emulated", action="store_true", help="emulate compute by a wait of its measured length, on few cores"
     )
     parser.add_argument("--out", type=Path, default=Path("step.html"), help="the page (default: step.html)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

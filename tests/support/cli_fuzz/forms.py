@@ -191,7 +191,7 @@ FORMS = {
     "bench step": Form(
         (_SOURCE,),
         ("--data", "data/tiny", "--nproc", "1", "--steps", "2", "--turns", "1", "--exact-steps", "1", *_SHORT_RUN),
-        (*CONFIG, _NPROC, Option("--turns", "work", ("1",)), Option("--timed", "flag"), _PAGE, _JSON),
+        (*CONFIG, _NPROC, Option("--turns", "work", ("1",)), Option("--emulated", "flag"), _PAGE, _JSON),
         weight=0.6,
     ),
     "bench attention": Form(
