@@ -70,7 +70,7 @@ def load(path: Path) -> list[Mutant]:
 def candidates(root: Path, mutant: Mutant) -> Iterator[list[str]]:
     """Groups of test files, the likeliest to fail first."""
     module = mutant.file.removeprefix("src/").removesuffix(".py").replace("/", ".")
-    package = Path(mutant.file).parts[2]
+    package = Path(mutant.file).parent.name
     files = sorted((root / "tests").rglob("test_*.py"))
     importing = [file for file in files if module in imports(file) or Path(mutant.file).stem in file.stem]
     of_package = [file for file in files if file.parent.name == package]

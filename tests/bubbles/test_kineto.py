@@ -262,7 +262,7 @@ def test_a_trace_without_steps_is_one_step_with_a_warning(tmp_path: Path, caplog
     trace.device("gemm", 10, 50, COMPUTE_STREAM, 5)
     step = alone(tmp_path, trace)
     assert (step.step, step.begin, step.end) == (0, 5 * US, 50 * US)
-    assert "taken as one step" in caplog.text
+    assert "counts as one step" in caplog.text
 
 
 def test_steps_and_collectives_missing_on_some_ranks_are_logged(
@@ -315,7 +315,7 @@ def steps_apart(folder: Path) -> None:
         (lambda folder: cut(folder, packed=True), "not a whole trace"),
         (lambda folder: (folder / "rank0.json").write_text(json.dumps([1])), "not a whole trace"),
         (lambda folder: (folder / "rank0.json").write_text(json.dumps({"traceEvents": []})), "without any event"),
-        (lambda folder: cuda_traces()[0].write(folder, rank=False), "of which rank"),
+        (lambda folder: cuda_traces()[0].write(folder, rank=False), "without a rank"),
         (twice, "two traces of rank 0: again.json and host_4000"),
         (steps_apart, "no step is in the traces of all ranks"),
     ],
