@@ -183,7 +183,7 @@ class Somebody(nn.Module):
 def sharded(model: nn.Module, sharder: EmbeddingCollectionSharder, world: World) -> DistributedModelParallel:
     constraint = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world.ranks, compute_device="cpu"),
+        topology=Topology(world_size=world.world_size, compute_device="cpu"),
         constraints=dict.fromkeys(("item", "shop"), constraint),
     )
     sharders: list[Any] = [sharder]

@@ -100,7 +100,7 @@ def shares(folder: Path) -> dict[str, float]:
 def calibrated(world: World, options: argparse.Namespace, folder: Path) -> tuple[MeasuredCompute, float]:
     """Return the cost of a sample from a run with real compute, and its error; the same on all ranks."""
     config = settings(options, options.calibration_steps, 99, "--balance.adapt")
-    planner = trained(config, world, folder).parts.planner
+    planner = trained(config, world, folder).components.planner
     found = planner.calibration
     return MeasuredCompute(found.step, found.cost), found.error
 
