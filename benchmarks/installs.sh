@@ -20,5 +20,5 @@ try() { # NAME PYTHON [PACKAGE ...]: the packages replace those of requirements/
 }
 
 try "$("$first" -V), torch 2.13.0, FBGEMM 1.8.0, TorchRec 1.8.0" "$first"
-try "$("$other" -V), torch 2.13.0, FBGEMM 1.8.0, TorchRec 1.8.0" "$other"
+try "$("$other" -V), torch 2.13.0, FBGEMM 1.8.0, TorchRec 1.8.0" "$other" torch==2.13.0
 try "$("$first" -V), torch 2.14.1, FBGEMM 1.9.0, TorchRec 1.9.2" "$first" torch==2.14.1 fbgemm-gpu-cpu==1.9.0 torchrec==1.9.2
