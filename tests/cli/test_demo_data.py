@@ -28,3 +28,10 @@ def test_other_recipes_without_data_are_refused(
     assert freescale(["train", "hstu-ml1m"]) == 2
     assert "no data is given" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_flag_is_refused_before_data_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        freescale(["train", "tiny", "--train.epohcs", "3"])
+    assert not list(tmp_path.iterdir())

@@ -101,18 +101,22 @@ def check_fbgemm(device: Device) -> Iterator[Finding]:
     required, name = tested_set().fbgemm, _fbgemm_of(device)
     clean = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps {name}=={required}"
     what, wrong = _fbgemm(device)
-    version = installed(name) or installed("fbgemm-gpu") or ""
     if wrong:
         yield fault("fbgemm", what, wrong, clean)
-    elif _minor(version) != _minor(required):
+    elif _minor(str(installed(_fbgemm_builds()[0]))) != _minor(required):
         yield Finding("fbgemm", "warning", f"{what} is not tested with torch {installed('torch')}", _UNTESTED, clean)
     else:
         yield ok("fbgemm", what)
 
 
+def _fbgemm_builds() -> list[str]:
+    """Return the installed distributions of FBGEMM."""
+    return [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
+
+
 def _fbgemm(device: Device) -> tuple[str, str]:
     """Return which FBGEMM is installed, and what is wrong with it."""
-    builds = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)]
+    builds = _fbgemm_builds()
     if len(builds) > 1:
         what = "the CUDA and the CPU build of FBGEMM are both installed"
         return what, "they share their file names, so each has overwritten parts of the other"
@@ -199,8 +203,8 @@ def check_by_loading(device: Device) -> Iterator[Finding]:
     if device == "cuda":
         yield from _gpu(torch)
     if (fbgemm := results.get("fbgemm")) != "ok":
-        name = next((name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed(name)), "FBGEMM")
-        what = f"{name} {installed(name)} does not load with torch {torch['version']}"
+        builds = " and ".join(f"{name} {installed(name)}" for name in _fbgemm_builds()) or "FBGEMM"
+        what = f"{builds} does not load with torch {torch['version']}"
         remedy = f"{reinstall} --no-deps {_fbgemm_of(device)}=={tested_set().fbgemm}"
         yield fault("fbgemm", what, fbgemm or results["died"], remedy)
     if (gloo := results.get("gloo", "not reached")) == "ok":

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -42,13 +43,20 @@ def run_parser(prog: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, config.RunConfig]:
-    """Return the command's own options, and the config with all other flags applied."""
+def parse_run(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, demo_data: Callable[[], Path] | None = None
+) -> tuple[argparse.Namespace, config.RunConfig]:
+    """Return the command's own options, and the config with all other flags applied.
+
+    `demo_data`: returns a data set for the recipe `tiny` if none is given.
+    """
     options, overrides = parser.parse_known_args(list(argv))
     set_quiet(options.quiet)
     if options.data is not None:
         overrides = ["--data.path", options.data, *overrides]
     run_config = config.resolve(options.source, overrides, prog=f"{parser.prog} {options.source}")
+    if not run_config.data.path and options.source == "tiny" and demo_data is not None:
+        run_config = replace(run_config, data=replace(run_config.data, path=str(demo_data())))
     if not run_config.data.path:
         raise UsageError("no data is given", remedy=f"{parser.prog} {options.source} --data FOLDER")
     return options, run_config

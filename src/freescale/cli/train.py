@@ -9,8 +9,8 @@ from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
 from freescale.config import RECIPES, RunConfig, resolve, to_toml
-from freescale.launch import Hosts
-from freescale.launch.launcher import is_rank, launch_ranks
+from freescale.launch import Hosts, is_rank
+from freescale.launch.launcher import launch_ranks
 from freescale.log import info_once
 from freescale.progress import progress
 
@@ -46,24 +46,14 @@ def run_config(argv: Sequence[str], prog: str) -> int:
 
 def run_train(argv: Sequence[str], prog: str) -> int:
     """Train in this process, or start the ranks."""
-    parser = _train_parser(prog)
-    if _needs_demo_data(parser, argv):
-        argv = [*argv, "--data", str(_demo_data())]
-    options, config = parse_run(parser, argv)
+    options, config = parse_run(_train_parser(prog), argv, demo_data=None if is_rank() else _demo_data)
     hosts = Hosts.parse(options.hosts, options.rdzv_endpoint)
     out = options.out or Path("runs") / Path(options.source).stem
     preflight.check_train(config, out, options, joins=hosts is not None)
     with RunLock(out) as lock:
-        words = ["train", *argv]
+        words = ["train", *argv, "--data", config.data.path]
         code = launch_ranks(words, nproc=options.nproc, hosts=hosts, restarts=options.restarts, lock=lock)
         return code if code is not None else _train_on_rank(options, config, out)
-
-
-def _needs_demo_data(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
-    """Return whether the recipe `tiny` is to be trained and no data is given."""
-    options, overrides = parser.parse_known_args(list(argv))
-    flags = [word.partition("=")[0] for word in overrides]
-    return options.source == "tiny" and options.data is None and "--data.path" not in flags and not is_rank()
 
 
 def _demo_data() -> Path:
