@@ -307,7 +307,7 @@ def progress(
     `at_once`: show it immediately. `in_background=False`: draw only on updates, to not disturb a measurement.
     """
     bar = ProgressBar(text, total, unit, at_once=at_once, in_background=in_background)
-    if _quiet or _rank():
+    if _quiet or launched_rank():
         yield bar
         return
     _display.open(bar)
@@ -356,6 +356,6 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _rank() -> int:
-    """Rank from torchrun, SLURM or the FreeScale launcher."""
+def launched_rank() -> int:
+    """Rank from torchrun, SLURM or the FreeScale launcher; 0 if none of them started this process."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)

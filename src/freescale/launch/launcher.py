@@ -10,7 +10,7 @@ from types import FrameType
 from freescale.checkpoint.run_folder import RunLock
 from freescale.errors import UsageError
 from freescale.launch import Hosts, is_forked, is_rank
-from freescale.progress import progress
+from freescale.progress import launched_rank, progress
 
 _SPIN_COUNT = "1000"
 """How often an OpenMP thread polls for work before it sleeps: some microseconds. The default is milliseconds, during
@@ -34,7 +34,7 @@ def launch_ranks(
     _require_counts(nproc, restarts)
     _prepare_environment()
     if is_rank(is_agent=hosts is not None) or (nproc == 1 and hosts is None and not restarts):
-        if lock is not None and _is_rank_zero() and not is_forked():
+        if lock is not None and launched_rank() == 0 and not is_forked():
             lock.acquire()
         return None
     if lock is not None and hosts is None:
@@ -76,10 +76,6 @@ def _no_interrupt_lost() -> Iterator[None]:
             signal.signal(kind, handler)
         if received:
             raise KeyboardInterrupt
-
-
-def _is_rank_zero() -> bool:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
 def _require_counts(nproc: int, restarts: int) -> None:
