@@ -79,6 +79,23 @@ def test_text_from_data_cannot_become_markup(tmp_path: Path) -> None:
     assert "<title>owned" not in in_browser(tmp_path / "x.html", "--dump-dom").stdout
 
 
+def test_larger_values_are_drawn_higher_and_read_in_the_unit_of_the_axis() -> None:
+    series = [page.Series("share", [1.0, 2.0], [0.25, 0.5])]
+    drawn = page.line_chart(series, page.Axis("step"), page.Axis("of all", percent=True))
+    low, high = (float(height) for height in re.findall(r'cy="([\d.]+)"', drawn))
+    assert high < low, "from the top"
+    assert "share: 1, 25%" in drawn
+    assert ">50%</text>" in drawn
+
+
+def test_a_heat_map_is_darkest_where_the_value_is_largest() -> None:
+    drawn = page.heat_map(["0", "1"], ["9"], [[80.0], [20.0]], rows="rank", axis="step", unit="%")
+    cells = re.findall(r'fill="#(\w{6})".*?<title>rank (\d), 9: ([\d.]+) %', drawn)
+    assert [(rank, value) for _, rank, value in cells] == [("0", "80.00"), ("1", "20.00")]
+    brightness = [sum(bytes.fromhex(colour)) for colour, _, _ in cells]
+    assert brightness[0] < brightness[1]
+
+
 @pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [1e-9, 1e12], [3.0, 3.0, 3.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_charts_accept_any_values(values: list[float], log: bool) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from freescale import log
 from freescale.checkpoint.run_folder import checkpoint_path
 from freescale.train.build import build
-from tests.support import histories, write_dataset
+from tests.support import ListHandler, histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, small, whole
 
@@ -34,10 +35,13 @@ def written(world: World, run: object, folder: str) -> None:
     trainer.close()
 
 
-def resumed(world: World, run: object, folder: str) -> tuple[int, Arrays]:
+def resumed(world: World, run: object, folder: str) -> tuple[int, Arrays, list[str]]:
+    """Steps done, what this rank holds, and what it logged."""
     trainer = build(run, joined(world), Path(folder))  # type: ignore[arg-type]
-    trainer.checkpoints.resume()
-    return trainer.progress.done, held(trainer)
+    log._logged.clear()  # a rank logs the same text once
+    with log.handled_by(handler := ListHandler()):
+        trainer.checkpoints.resume()
+    return trainer.progress.done, held(trainer), handler.messages
 
 
 def absolute_sums(arrays: Arrays) -> dict[str, float]:
@@ -49,8 +53,10 @@ def absolute_sums(arrays: Arrays) -> dict[str, float]:
 def test_format_1_can_be_read(groups: dict[int, Ranks], tmp_path: Path, ranks: int) -> None:
     shutil.copytree(KEPT, checkpoint_path(tmp_path / "run" / "checkpoints", 4))
     found = groups[ranks].run(resumed, config(tmp_path / "data"), str(tmp_path / "run"))
-    assert {done for done, _ in found} == {4}
-    assert absolute_sums(whole([arrays for _, arrays in found])) == pytest.approx(ABSOLUTE_SUMS, rel=1e-6)
+    assert {done for done, _, _ in found} == {4}
+    assert absolute_sums(whole([arrays for _, arrays, _ in found])) == pytest.approx(ABSOLUTE_SUMS, rel=1e-6)
+    anew = f"resumed on {ranks} ranks a checkpoint of 2: torch's random generators start anew"
+    assert [anew in logged for _, _, logged in found] == [ranks != 2] * ranks
 
 
 if __name__ == "__main__":
@@ -60,6 +66,6 @@ if __name__ == "__main__":
         two = Ranks(2)
         two.run(written, config(Path("data")), "run")
         shutil.copytree(checkpoint_path(Path("run/checkpoints"), 4), KEPT)
-        sums = absolute_sums(whole([arrays for _, arrays in two.run(resumed, config(Path("data")), "run")]))
+        sums = absolute_sums(whole([arrays for _, arrays, _ in two.run(resumed, config(Path("data")), "run")]))
         two.close()
     raise SystemExit(f"ABSOLUTE_SUMS = {sums}")

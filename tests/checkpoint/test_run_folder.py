@@ -12,14 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from freescale.checkpoint.run_folder import LOCK, STALE_SECONDS, LockHolder, RunLock
+from freescale.checkpoint.run_folder import (
+    FACTS,
+    LOCK,
+    STALE_SECONDS,
+    LockHolder,
+    RunLock,
+    checkpoint_path,
+    require_complete,
+)
 from freescale.errors import StorageError, UsageError
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from freescale.checkpoint import run_folder
-run_folder.BEAT_SECONDS = 0.05
+run_folder.HEARTBEAT_SECONDS = 0.05
 with run_folder.RunLock(Path(sys.argv[1])) as held:
     held.acquire()
     print("held", flush=True)
@@ -169,6 +177,23 @@ def test_a_holder_without_heartbeat_ends_when_another_has_its_lock(tmp_path: Pat
     assert process.returncode == UsageError.exit_code
     assert "on node-7 took over its lock" in said
     assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-7"
+
+
+def test_a_run_that_ends_leaves_the_lock_of_the_one_that_took_over(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+        left_by(tmp_path, replace(LockHolder.this_process(), host="node-7"))
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-7"
+
+
+def test_the_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        checkpoint_path(tmp_path / "checkpoints", step).mkdir(parents=True)
+    with pytest.raises(UsageError, match="no complete checkpoint"):
+        require_complete(tmp_path)
+    for step in (9, 10):
+        (checkpoint_path(tmp_path / "checkpoints", step) / FACTS).touch()
+    assert require_complete(tmp_path) == checkpoint_path(tmp_path / "checkpoints", 10)
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_that_names_it(tmp_path: Path) -> None:

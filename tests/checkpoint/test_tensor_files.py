@@ -128,6 +128,14 @@ def test_a_mismatch_is_distinguished_from_damage(tmp_path: Path) -> None:
         checkpoints.read_facts(tmp_path)
 
 
+def test_rows_that_two_ranks_wrote_are_refused(tmp_path: Path) -> None:
+    parts = saved(tmp_path)
+    for rank in range(2):
+        tensor_files.write(tmp_path, rank, {"table": LocalRows(torch.ones(6, 4), 3 * rank, 9)})
+    with pytest.raises(CheckpointError, match="3 of 9 rows of 'table' are there twice"):
+        checkpoints.load(tmp_path, {"table": parts["table"]})
+
+
 class Planted:
     """Leaves a mark when it is unpickled."""
 

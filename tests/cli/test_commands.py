@@ -1,6 +1,7 @@
 """A command does what its help says, raises only our errors, and exits with a documented code."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,29 @@ def test_a_log_is_imported_and_its_bad_lines_are_quarantined(
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["set", "set.quarantine.jsonl"], (
         "no scratch left"
     )
+
+
+def test_an_import_with_another_vocabulary_warns_about_unknown_items(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, items in (("first", "ab"), ("second", "bcd")):
+        lines = [f"1,{item},{time}\n" for time, item in enumerate(items)]
+        (tmp_path / f"{name}.csv").write_text("user_id,item_id,timestamp\n" + "".join(lines))
+    words = ["data", "import", "events", str(tmp_path / "second.csv"), str(tmp_path / "second")]
+    assert main(["data", "import", "events", str(tmp_path / "first.csv"), str(tmp_path / "first")]) == 0
+    assert "outside the vocabulary" not in capsys.readouterr().err
+    assert main([*words, "--vocabulary", str(tmp_path / "first")]) == 0
+    assert "2 events have items outside the vocabulary; they share a few table rows" in capsys.readouterr().err
+
+
+def test_the_table_of_transports_is_in_milliseconds() -> None:
+    from freescale.cli import bench
+    from freescale.transport.selection import TransportTiming
+
+    timing = TransportTiming("c10d", sent_bytes=64 << 10, seconds=0.0025, lost_compute_seconds=0.0005)
+    page = bench._transport_page([timing], [], {})
+    assert re.findall("<td.*?>(.*?)</td>", page)[:4] == ["c10d", "64", "2.50", "0.50"]
+    assert "c10d: 64, 2.5<" in page, "as in the curve"
 
 
 def test_one_seed_gives_one_synthetic_log(tmp_path: Path) -> None:

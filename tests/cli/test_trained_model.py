@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from freescale.checkpoint.run_folder import complete_checkpoints
 from freescale.config import load
 from tests.support import freescale
 
@@ -80,8 +81,10 @@ def test_evaluation_and_prediction_share_the_rule_for_seen_items(
     work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert freescale(["evaluate", str(run), "--json"]) == 0
-    excluded = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    excluded = json.loads(told.out)
     assert excluded["seen_targets"] > 0.1
+    assert f"{excluded['seen_targets']:.1%} of the held-out items are already in the user's history" in told.err
     assert excluded["hr@50"] == pytest.approx(1 - excluded["seen_targets"])
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace('seen = "exclude"', 'seen = "allow"'))
@@ -147,6 +150,16 @@ def test_an_accepted_change_is_printed_and_the_earlier_config_is_kept(
 def test_resuming_a_finished_run_is_logged(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume(run, "--data", work / "data") == 0
     assert "the run is finished at step 3, and nothing is left to train" in capsys.readouterr().err
+
+
+def test_resuming_from_an_older_checkpoint_is_logged(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newest = complete_checkpoints(run / "checkpoints")
+    (newest / "rank-00000.bytes").unlink()
+    assert resume(run, "--data", work / "data") == 0
+    error = capsys.readouterr().err
+    assert f"{newest} is damaged and set aside; trying the one before it" in error
+    assert "warning: the checkpoint is damaged: " in error
+    assert f"resumed from {older}" in error
 
 
 def test_a_run_prints_what_ends_it(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

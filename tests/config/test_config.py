@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freescale import config
 from freescale.cli.main import main
-from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig
+from freescale.config import RECIPES, DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.load import sections
 from freescale.errors import ConfigError
 
@@ -34,6 +34,7 @@ RUNS = st.builds(
 
 
 @given(run=RUNS)
+@example(run=RunConfig(train=TrainConfig(lr=1 / 3)))
 def test_a_saved_config_round_trips(run: RunConfig) -> None:
     assert config.parse(config.to_toml(run)) == run
 
@@ -87,6 +88,8 @@ def test_a_recipe_is_a_complete_config(name: str, tmp_path: Path) -> None:
         ("[model]\ndim = 50\n", 2, "multiple of 4.*replicated"),
         ("[task]\nkind = 'ranking'\n", 1, "names of label columns"),
         ("[train]\nbeta2 = 1.0\n", 2, "below 1"),
+        ("[train]\nkeep = 1\ntimeout = 0.0\n", 3, "train.timeout = 0.0 is not valid.*above 0"),
+        ("[balance]\ncost = [1.0, -0.5, 1.0]\n", 2, "balance.cost.*none below 0"),
     ],
 )
 def test_an_invalid_key_or_value_is_reported_with_line_and_remedy(

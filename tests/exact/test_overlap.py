@@ -1,14 +1,19 @@
 """Prioritized embedding communication (PEC) trains bitwise the same as synchronous communication."""
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freescale.checkpoint.tensor_files import LocalRows
 from freescale.config import RunConfig
 from freescale.overlap.executor import Executor
 from freescale.overlap.schedule import overlapped
 from freescale.train.build import build
+from freescale.train.metrics_logger import read_entries
+from tests.support import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, same, small, whole
 
@@ -33,6 +38,46 @@ def trained(world: World, config: RunConfig, folder: str, one_thread: bool) -> t
     trainer.fit()
     trainer.close()
     return losses, held(trainer)
+
+
+def with_late_updates(world: World, config: RunConfig, folder: str) -> tuple[list[Any], list[Arrays]]:
+    """Metrics of the evaluations and tensors of the checkpoints of a run whose deferred updates are late."""
+    trainer = build(config, joined(world), Path(folder))
+    operations: dict[str, Any] = dict(trainer.components.step._runner._operations)
+    trainer.components.step._runner._operations = operations
+    update, writer, saved = operations["update_deferred"], trainer.checkpoints._writer, []
+    save = writer.save
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        update(*arguments)
+
+    def noting(step: int, tensors: Mapping[str, LocalRows], facts: Mapping[str, Any]) -> None:
+        saved.append({name: rows.to_cpu().local.numpy() for name, rows in tensors.items() if "generator" not in name})
+        save(step, tensors, facts)
+
+    operations["update_deferred"], writer.save = late, noting  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    evaluations = [entry for entry in read_entries(Path(folder)) if entry["kind"] == "evaluate"]
+    return [{**entry, "time": 0} for entry in evaluations], saved
+
+
+def test_evaluations_and_checkpoints_hold_the_deferred_updates(groups: dict[int, Ranks], tmp_path: Path) -> None:
+    # Many items, so that a batch has rows which the next does not use.
+    write_dataset(tmp_path / "data", histories([5, 9, 3, 7] * 12, items=400), rows_per_group=4, items=400)
+    serial, ahead = (
+        groups[2].run(
+            with_late_updates,
+            small(tmp_path / "data", tables={"overlap": overlap}, train={"max_steps": 2, "save_every": 1}),
+            str(tmp_path / overlap),
+        )
+        for overlap in ("off", "on")
+    )
+    for (metrics, saved), (other_metrics, other_saved) in zip(serial, ahead, strict=True):
+        assert (len(metrics), len(saved)) == (1, 2)
+        assert other_metrics == metrics
+        assert all(same(*arrays) for arrays in zip(saved, other_saved, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,18 @@ def test_rollback_gives_the_result_of_training_without_the_sample(
     assert f'"samples": [{BAD}]' in metrics
 
 
+def excluded_after_a_resume(world: World, config: RunConfig, folder: str) -> set[int]:
+    trainer = build(config, joined(world), Path(folder), model=Poisoned("loss"))
+    trainer.checkpoints.resume()
+    return trainer.progress.excluded
+
+
+def test_a_resumed_run_still_excludes_the_sample(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+    config = one_epoch(log, on_fault="rollback")
+    groups[2].run(trained, config, str(tmp_path), "loss")
+    assert groups[2].run(excluded_after_a_resume, config, str(tmp_path)) == [{BAD}, {BAD}]
+
+
 def test_a_spike_of_the_gradient_norm_is_a_fault_and_skips_the_update() -> None:
     judge = GradNormMonitor(spike=10.0)
     assert not any(judge.fault(norm) for norm in [1.0, 2.0, 3.0] * 4)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,24 @@ import pytest
 from freescale.checkpoint.run_folder import LOCK, RunLock
 from freescale.errors import UsageError
 from freescale.launch import AGENT, Hosts
+from freescale.launch.agent import Agent
 from freescale.launch.launcher import launch_ranks
 from freescale.launch.rendezvous import Rendezvous
 
 WORDS = ["--version"]
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(1)
+    Path(sys.argv[1]).touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGTERM, save)
+print("trains", flush=True)
+time.sleep(60)
+"""
 
 
 def test_a_slurm_task_is_a_rank_unless_the_command_names_a_rendezvous(
@@ -96,6 +111,34 @@ def test_a_command_interrupted_before_its_ranks_exist_ends_and_leaves_no_process
     while of_session(running.pid):
         assert time.monotonic() < until, of_session(running.pid)
         time.sleep(0.01)
+
+
+class SlowToSave:
+    """Stands for `LocalRanks`: one rank that is asked to end while it trains, and takes a second to save."""
+
+    def __init__(self, words: Sequence[str], _environments: object) -> None:
+        self._rank = subprocess.Popen([sys.executable, "-c", SAVING, *words], stdout=subprocess.PIPE, text=True)
+        assert self._rank.stdout is not None
+        assert self._rank.stdout.readline() == "trains\n"
+        signal.raise_signal(signal.SIGTERM)
+
+    def exit_codes(self) -> list[int | None]:
+        return [self._rank.poll()]
+
+    def signal(self, kind: signal.Signals) -> None:
+        self._rank.send_signal(kind)
+
+    def end(self) -> None:
+        self._rank.kill()
+        self._rank.wait()
+
+
+def test_ranks_that_are_asked_to_end_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("freescale.launch.agent.LocalRanks", SlowToSave)
+    rendezvous = Rendezvous(Hosts(), nproc=1)
+    assert Agent(rendezvous, [str(tmp_path / "saved")], nproc=1, restarts=0).run() == 130
+    rendezvous.close()
+    assert (tmp_path / "saved").exists()
 
 
 def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:

@@ -61,6 +61,8 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     yield agent
     agent.kill()
     agent.wait()
+    for rank in ranks_of_the_agent():  # after a failed test
+        os.kill(rank, signal.SIGKILL)
 
 
 def ranks_of_the_agent() -> list[int]:

@@ -117,6 +117,49 @@ def test_errors_of_deferred_operations_surface_in_the_step() -> None:
     executor.close()
 
 
+def test_no_deferred_operation_runs_after_one_has_failed() -> None:
+    begun: list[tuple[str, int]] = []
+    queued = threading.Event()
+
+    def do(operation: Operation, batch: int) -> None:
+        if operation.name == "forward" and batch == 1:
+            queued.set()  # after the deferred operations of the next batch
+        if operation.lane == "deferred" and batch == 2:
+            begun.append((operation.name, batch))
+        if (operation.name, batch) == ("send_ids", 2):
+            queued.wait(5.0)
+            raise RuntimeError("the link is gone")
+
+    executor: Executor[int] = Executor(overlapped(), do, nothing)
+    executor.run(0, 1)
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        executor.run(1, 2)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "freescale-deferred"]
+    executor.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert begun[-1] == ("send_ids", 2)
+
+
+def test_everything_issued_has_ended_after_synchronize() -> None:
+    begun: set[tuple[str, int]] = set()
+    ended: set[tuple[str, int]] = set()
+
+    def do(operation: Operation, batch: int) -> None:
+        begun.add((operation.key, batch))
+        time.sleep(0.02 if operation.lane == "deferred" else 0.0)
+        ended.add((operation.key, batch))
+
+    executor: Executor[int] = Executor(overlapped(), do, nothing)
+    for step in range(2):
+        executor.run(step)
+        assert ("update_deferred", step) not in ended, "it overlaps with what follows"
+        executor.synchronize()
+        assert {key for key, batch in ended if batch == step} == {o.key for o in overlapped().operations}
+        assert begun == ended
+    executor.close()
+
+
 class Streams(NoStreams):
     """A device that has run only what its streams were told to wait for: one stream per thread."""
 

@@ -45,6 +45,8 @@ def test_a_train_entry_is_the_mean_over_the_steps_since_the_entry_before(
         assert entry["loss"] == pytest.approx(sum(one["loss"] for one in part) / 5)
         assert entry["grad_norm"] == pytest.approx(sum(one["grad_norm"] for one in part) / 5)
         assert entry["grad_norm_max"] == max(one["grad_norm_max"] for one in part)
+    for entry in (*each, *five):
+        assert entry["samples/s"] * entry["seconds"] == pytest.approx(config.data.global_batch)
     for entry in each:
         assert 0 < entry["unique_ids"] <= 1
         assert 0 <= entry["colliding_ids"] <= 1
