@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.support import histories, write_dataset
 from tests.support.ranks import Ranks
+from tests.support.warm_python import WarmPython
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
@@ -45,6 +46,13 @@ def groups() -> Iterator[dict[int, Ranks]]:
     yield started
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    """A Python that has imported torch and TorchRec."""
+    with WarmPython() as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

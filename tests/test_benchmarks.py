@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from freescale.data import synthetic
+from tests.support.warm_python import WarmPython
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -46,10 +47,10 @@ def test_importing_goes_through_the_disk_and_loses_no_event(tmp_path: Path) -> N
 
 
 @pytest.mark.quiet
-def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path) -> None:
+def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "jagged.json"
     options = ["--batch", "32", "--longest", "512", "--repeats", "1", "--dim", "32", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     assert [result["model"] for result in results] == ["hstu", "sasrec"]
     for result in results:
@@ -58,10 +59,10 @@ def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path) -> None:
         assert result["ratio_median"] < 0.7
 
 
-def test_ranking_comes_near_the_planted_optimum(tmp_path: Path) -> None:
+def test_ranking_comes_near_the_planted_optimum(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "ranking.json"
     options = ["--users", "4000", "--test-users", "1000", "--ranks", "1", "--seeds", "0", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "ranking.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "ranking.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     for label in ("label_click", "label_like"):
         first, *_, last = result[label]["curve"].values()
@@ -93,10 +94,10 @@ def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> Non
 
 
 @pytest.mark.quiet
-def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path) -> None:
+def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "overhead.json"
     options = ["--ranks", "1", "--blocks", "4", "--steps", "4", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "overhead.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "overhead.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     for kind in ("cpu", "wall"):
         for name in (f"{kind}_beyond_bare", f"{kind}_floor"):
@@ -106,12 +107,12 @@ def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path) -> None:
     assert -50 < result["cpu_beyond_bare_percent"] < 100
 
 
-def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
+def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path, warm: WarmPython) -> None:
     data, out = tmp_path / "data", tmp_path / "quality.json"
     synthetic.write_log(data, "ml1m", users=300, catalogue=200)
     options = ["--data", data, "--runs", tmp_path / "runs", "--recipes", "sasrec-ml1m", "--out", out]
     for steps in ("2", "4"):
-        command = [sys.executable, BENCHMARKS / "quality.py", *options, "--steps", steps]
+        command = [warm.python, BENCHMARKS / "quality.py", *options, "--steps", steps]
         subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert [entry["step"] for entry in result["curve"]] == [2, 4]
@@ -127,19 +128,19 @@ def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
+def test_recording_costs_little_of_a_step(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "recorder.json"
-    command = [sys.executable, BENCHMARKS / "recorder.py", "--steps", "24", "--out", out]
+    command = [warm.python, BENCHMARKS / "recorder.py", "--steps", "24", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["transfers_per_step"] >= 6
     assert 0 < result["percent_of_50_ms"] < 10  # with every second step written down whole
 
 
-def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
+def test_few_tokens_move_for_balance(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "balance.json"
     options = ["--ranks", "8", "64", "--steps", "2", "--repeats", "3", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "balance.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "balance.py", *options], check=True, capture_output=True)
     placed = [result for result in json.loads(out.read_text())["results"] if "planning" not in result]
     assert {result["ranks"] for result in placed} == {8, 64}
     for result in placed:
@@ -148,10 +149,10 @@ def test_few_tokens_move_for_balance(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
+def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "straggler.json"
     options = ["--dim", "32", "--turns", "1", "--steps", "8", "--adapt-steps", "48", "--calibration-steps", "16"]
-    command = [sys.executable, BENCHMARKS / "straggler.py", *options, "--out", out]
+    command = [warm.python, BENCHMARKS / "straggler.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     _, timed, _, slow = json.loads(out.read_text())["results"]
     assert 0.3 < timed["straggler_falls_by"] <= 1
@@ -160,11 +161,11 @@ def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path
 
 
 @pytest.mark.quiet
-def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -> None:
+def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path, warm: WarmPython) -> None:
     out, picture = tmp_path / "embedding.json", tmp_path / "embedding.png"
     options = ["--steps", "3", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "1"]
     options += ["--ids", "4096", "--seconds", "0.06", "--rounds", "1"]
-    command = [sys.executable, BENCHMARKS / "embedding.py", *options, "--out", out]
+    command = [warm.python, BENCHMARKS / "embedding.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     overtakes, few, popular, *_ = json.loads(out.read_text())["results"]
     took = overtakes["overtaking"]
@@ -172,15 +173,15 @@ def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -
     assert max(took["alone_ms"], took["yielding_ms"]) < took["one_group_ms"], "there it stands behind 64 MB"
     assert 0.2 < few["exposed_falls_by_against_torchrec"] < 1
     assert popular["bytes_over_torchrec"] < 0.6
-    subprocess.run([sys.executable, BENCHMARKS / "picture.py", out, picture], check=True)
+    subprocess.run([warm.python, BENCHMARKS / "picture.py", out, picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.quiet
-def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
+def test_every_share_of_many_ranks_is_computed(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "replay.json"
     options = ["--ranks", "3", "--steps", "1", "--passes", "2", "--calibration", "2", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "replay.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "replay.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["straggler_percent_balanced_by_cost"] < 0.6 < result["straggler_percent_random_by_cost"]
     for kind in ("random", "balanced", "of_equal_shares"):
@@ -191,11 +192,11 @@ def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> None:
+def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "transport.json"
     options = ["--ranks", "2", "--exchanges", "60", "--large", "1", "--large-rows", "300000", "--megabytes", "1"]
     options += ["--turns", "1", "--mbit", "2000", "--staged-megabytes", "1", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "transport.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "transport.py", *options], check=True, capture_output=True)
     exact, near, far = json.loads(out.read_text())["results"]
     assert exact["exact"]["wrong"] == {"host_staged": 0, "shared_memory": 0}
     assert exact["exact"]["exchanges"] == 60
@@ -211,9 +212,9 @@ def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> No
 
 
 @pytest.mark.quiet
-def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "kills.json"
-    command = [sys.executable, BENCHMARKS / "kills.py", "--kills", "5", "--out", out]
+    command = [warm.python, BENCHMARKS / "kills.py", "--kills", "5", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     summary, *kills = json.loads(out.read_text())["results"]
     assert summary["named_in_time"] == summary["kills"] == 5, [kill for kill in kills if not kill["ok"]]
@@ -222,10 +223,10 @@ def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path)
 
 
 @pytest.mark.quiet
-def test_the_simulator_is_held_against_real_runs(tmp_path: Path) -> None:
+def test_the_simulator_is_held_against_real_runs(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "simulator.json"
     options = ["--ranks", "2", "--mbit", "500", "--steps", "10", "--users", "1500", "--no-real", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "simulator.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "simulator.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     assert [result["with"] for result in results] == ["nothing", "balance", "priority", "both", "nothing again"]
     for result in results:
@@ -233,26 +234,26 @@ def test_the_simulator_is_held_against_real_runs(tmp_path: Path) -> None:
         assert 0.5 < predicted / measured < 2
 
 
-def test_published_runs_are_simulated(tmp_path: Path) -> None:
+def test_published_runs_are_simulated(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "published.json"
     options = ["--draws", "2", "--ranks", "16", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "published.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "published.py", *options], check=True, capture_output=True)
     *others, everything, _ = json.loads(out.read_text())["results"]
     gain = next(result for result in others if result["what"] == "throughput by balancing")
     assert gain["predicted"][0] > 1.1
     assert everything["percent_fewer_than_nothing"][1] > 50
 
 
-def test_every_term_that_grows_with_the_ranks_is_found(tmp_path: Path) -> None:
+def test_every_term_that_grows_with_the_ranks_is_found(tmp_path: Path, warm: WarmPython) -> None:
     out, picture = tmp_path / "scale.json", tmp_path / "scale.png"
     options = ["--ranks", "8", "512", "--steps", "6", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "scale.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "scale.py", *options], check=True, capture_output=True)
     few, many = json.loads(out.read_text())["results"]
     for term in ("planning_ms", "telling_lengths_ms", "messages_ms", "collisions"):
         assert many[term] > few[term]
     assert many["everything"]["bubble_percent"] < many["nothing"]["bubble_percent"]
     assert many["slowest_over_mean_in_groups"] < 1.05
-    subprocess.run([sys.executable, BENCHMARKS / "picture.py", out, picture], check=True)
+    subprocess.run([warm.python, BENCHMARKS / "picture.py", out, picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -284,21 +285,21 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
         assert max(result.get("flops_over_least", 1), result.get("bytes_over_least", 1)) <= 1.15
 
 
-def test_every_kind_of_file_is_fuzzed(tmp_path: Path) -> None:
+def test_every_kind_of_file_is_fuzzed(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "fuzz.json"
     options = ["--examples", "20", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "fuzz.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "fuzz.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     assert {result["target"] for result in results} >= {"config", "data", "kineto", "cluster", "run"}
     assert all(result["inputs"] >= 18 for result in results)
 
 
 @pytest.mark.quiet
-def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path) -> None:
+def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "step.json"
     options = ["--presets", "heavy", "--ranks", "2", "--steps", "8", "--turns", "1", "--exact-steps", "2", "--no-real"]
     options += ["--samples", "16", "--items", "100000", "--dim", "128", "--layers", "2", "--mbit", "200", "--out", out]
-    subprocess.run([sys.executable, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
+    subprocess.run([warm.python, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     causes = {one["variant"]: one["causes_ms"] for one in result["variants"] if "causes_ms" in one}
     about = ("straggler", "ids", "urgent rows", "row gradients")

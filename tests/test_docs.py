@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm_python import WarmPython
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -23,14 +25,13 @@ BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # `./dev quickstart` runs those of the README.
 @pytest.mark.parametrize("page", PAGES[1:], ids=PAGES_IDS[1:])
-def test_the_code_blocks_of_a_page_run_in_order_as_they_are(page: Path, tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def test_the_code_blocks_of_a_page_run_in_order_as_they_are(page: Path, tmp_path: Path, warm: WarmPython) -> None:
     for language, code in BLOCK.findall(page.read_text()):
-        command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+        command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [warm.python, "-c", code]
         ended = subprocess.run(
             command,
             cwd=tmp_path,
-            env={**os.environ, "PATH": path, "BROWSER": "true"},
+            env={**os.environ, "PATH": warm.path, "BROWSER": "true"},
             capture_output=True,
             text=True,
             timeout=300,

@@ -2,20 +2,20 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from freescale.cli.main import main
 from freescale.models.attention import blocks
+from tests.support.warm_python import WarmPython
 
 OPTIONS = ["bench", "attention", "--batch", "8", "--longest", "64", "--width", "16", "--rounds", "1"]
 
 
-def test_attention_is_compared_with_the_reference_and_timed() -> None:
+def test_attention_is_compared_with_the_reference_and_timed(warm: WarmPython) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "freescale", *OPTIONS, "--json"], capture_output=True, text=True, check=True
+        [warm.python, "-m", "freescale", *OPTIONS, "--json"], capture_output=True, text=True, check=True
     )
     found = json.loads(ended.stdout)
     assert found["right"]

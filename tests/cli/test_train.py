@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import pytest
 
 from freescale.checkpoint import checkpoints, export
 from freescale.data import synthetic
+from tests.support.warm_python import WarmPython
 
+Freescale = Callable[..., subprocess.CompletedProcess[str]]
 FREESCALE = [sys.executable, "-m", "freescale"]
 SHORT = ["--train.epochs", "2", "--train.max-steps", "12", "--train.log-every", "4"]
 
@@ -27,13 +30,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def freescale(
-    *words: object, launcher: list[str] | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [*(launcher or FREESCALE), *map(str, words)]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
-    )
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def freescale(warm: WarmPython) -> Freescale:
+    return lambda *words: run(warm.python, "-m", "freescale", *words)
 
 
 def losses(run: Path) -> list[float]:
@@ -42,7 +45,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory, freescale: Freescale) -> Path:
     out = tmp_path_factory.mktemp("trained") / "run"
     ended = freescale("train", "tiny", "--data", demo, "--nproc", 2, "--out", out, "--tensorboard", *SHORT)
     assert ended.returncode == 0, ended.stderr
@@ -65,7 +68,7 @@ def test_a_run_leaves_config_metrics_checkpoint_and_a_link(trained: Path) -> Non
 def test_torchrun_and_slurm_start_the_same_run(demo: Path, trained: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "freescale"]
     out = tmp_path / "torchrun"
-    ended = freescale("train", "tiny", "--data", demo, "--out", out, *SHORT, launcher=torchrun)
+    ended = run(*torchrun, "train", "tiny", "--data", demo, "--out", out, *SHORT)
     assert ended.returncode == 0, ended.stderr
     assert losses(out) == losses(trained)
     out = tmp_path / "slurm"
@@ -80,7 +83,7 @@ def test_torchrun_and_slurm_start_the_same_run(demo: Path, trained: Path, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory, freescale: Freescale) -> tuple[list[str], Path]:
     """Options of a run, and where it went to its end."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "30", "--train.log-every", "1"]
@@ -90,7 +93,7 @@ def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def test_a_stopped_run_saves_and_resumes_to_the_same_result(
-    uninterrupted: tuple[list[str], Path], tmp_path: Path
+    uninterrupted: tuple[list[str], Path], tmp_path: Path, freescale: Freescale
 ) -> None:
     (options, whole), out = uninterrupted, tmp_path / "stopped"
     running = subprocess.Popen(
@@ -154,7 +157,9 @@ def test_ranks_restart_after_a_loss_and_no_step_is_lost(uninterrupted: tuple[lis
     assert 0 < recovery["seconds"] < 60
 
 
-def test_a_run_is_not_overwritten_and_resume_needs_a_checkpoint(demo: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten_and_resume_needs_a_checkpoint(
+    demo: Path, trained: Path, tmp_path: Path, freescale: Freescale
+) -> None:
     again = freescale("train", "tiny", "--data", demo, "--out", trained, *SHORT)
     assert again.returncode == 2
     assert "add --resume, or choose another --out" in again.stderr
@@ -164,7 +169,9 @@ def test_a_run_is_not_overwritten_and_resume_needs_a_checkpoint(demo: Path, trai
     assert freescale("evaluate", tmp_path / "new").returncode == 2
 
 
-def test_a_run_resumes_through_its_link_and_never_with_another_model(demo: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_through_its_link_and_never_with_another_model(
+    demo: Path, trained: Path, tmp_path: Path, freescale: Freescale
+) -> None:
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "latest").symlink_to("run")
     resume = ["train", "tiny", "--data", demo, "--out", tmp_path / "latest", "--resume", *SHORT]
@@ -176,7 +183,7 @@ def test_a_run_resumes_through_its_link_and_never_with_another_model(demo: Path,
     assert (tmp_path / "latest").resolve() == tmp_path / "run"
 
 
-def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: Path) -> None:
+def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: Path, freescale: Freescale) -> None:
     found = [json.loads(freescale("evaluate", trained, "--json", "--nproc", n).stdout) for n in (1, 2)]
     assert found[0] == pytest.approx(found[1])
     entries = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +191,9 @@ def test_a_trained_model_is_evaluated_the_same_on_any_number_of_ranks(trained: P
     assert last["hr@10"] == pytest.approx(found[0]["hr@10"])
 
 
-def test_a_run_is_simulated_with_the_compute_that_it_measured(trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_simulated_with_the_compute_that_it_measured(
+    trained: Path, tmp_path: Path, freescale: Freescale
+) -> None:
     words = ["--cluster", "cpu", "--gpus", 2, "--steps", 6, "--out", tmp_path / "page.html", "--json"]
     found = json.loads(freescale("simulate", trained, *words).stdout)
     assert "Compute as measured on cpu" in found["said"][0]
@@ -193,7 +202,9 @@ def test_a_run_is_simulated_with_the_compute_that_it_measured(trained: Path, tmp
     assert other["said"][0] == "Compute by the figures of A100, since the run was on cpu."
 
 
-def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trained: Path, tmp_path: Path) -> None:
+def test_predictions_are_unseen_items_for_every_user_best_first(
+    demo: Path, trained: Path, tmp_path: Path, freescale: Freescale
+) -> None:
     assert freescale("predict", trained, tmp_path / "top", "--k", 5, "--nproc", 2).returncode == 0
     top = pq.read_table(tmp_path / "top").to_pylist()
     rows = pq.read_table(sorted(demo.glob("part-*.parquet")), columns=["user_id", "item_id"]).to_pylist()
@@ -207,7 +218,9 @@ def test_predictions_are_unseen_items_for_every_user_best_first(demo: Path, trai
     assert freescale("predict", trained, tmp_path / "top").returncode == 2
 
 
-def test_an_export_holds_the_trained_weights_on_any_number_of_ranks(trained: Path, tmp_path: Path) -> None:
+def test_an_export_holds_the_trained_weights_on_any_number_of_ranks(
+    trained: Path, tmp_path: Path, freescale: Freescale
+) -> None:
     for ranks in (1, 2):
         ended = freescale("export", trained, tmp_path / str(ranks), "--nproc", ranks)
         assert ended.returncode == 0, ended.stderr
