@@ -183,9 +183,10 @@ def test_a_slow_rank_gets_less() -> None:
     assert placed.max_over_mean <= 1.005
 
 
-def test_moves_stay_inside_a_host_where_they_can() -> None:
+@pytest.mark.parametrize("count", [2, 8])
+def test_moves_stay_inside_a_host_where_they_can(count: int) -> None:
     lengths = drawn("kuairand", 64)
-    hosts = np.arange(64) // 8
+    hosts = np.arange(64) * count // 64
     costs = COST.of(lengths)
     near = assign(costs, even_source_rank(64), world_size=64, hosts=hosts)
     far = assign(costs, even_source_rank(64), world_size=64)

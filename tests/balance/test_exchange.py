@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from freescale.balance.cost import Cost
+from freescale.balance.placement import Ints, Placement
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches
 from freescale.balance.sample_exchange import SampleExchange
 from freescale.config import BalanceConfig, DataConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import RankError, Ranks, World
 from tests.support.training import joined
 
 COST = Cost.hstu(dim=64)
@@ -81,6 +83,31 @@ def test_every_sample_arrives_whole_and_once(
         assert max(loads) / (sum(loads) / ranks) == pytest.approx(results[0][3], rel=1e-6)
     if counts == "equal":
         assert max(len(rank[1]) for rank in results) - min(len(rank[1]) for rank in results) <= 1
+
+
+class DeviatingPlanner(Planner):
+    """Places one sample of ranks 0 and 1 on the other of the two."""
+
+    def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
+        placement = super().__call__(lengths, source_rank)
+        rank = placement.rank.copy()
+        sample = np.flatnonzero((source_rank < 2) & (rank < 2))[0]
+        rank[sample] = 1 - rank[sample]
+        return placement._replace(rank=rank)
+
+
+def planned_differently(world: World) -> None:
+    """Two steps. Rank 3 deviates from the others in a sample that it neither sends nor receives."""
+    kind = DeviatingPlanner if world.rank == 3 else Planner
+    exchange = SampleExchange(joined(world).transport, kind(COST, BalanceConfig(), world_size=world.ranks))
+    for seed in (5, 6):
+        exchange.exchange(made_up(world.rank, 8, 40, seed).groups())
+
+
+def test_ranks_that_plan_a_step_differently_all_raise(groups: dict[int, Ranks]) -> None:
+    with pytest.raises(RankError) as raised:
+        groups[4].run(planned_differently)
+    assert str(raised.value).count("TransportError: ranks planned a step differently") == 4
 
 
 def batches(world: World, path: str, mode: str, steps: int) -> list[list[int]]:

@@ -164,7 +164,9 @@ def test_a_later_file_with_other_columns_is_reported(tmp_path: Path, second: pa.
     with pytest.raises(DataError, match=message) as caught:
         list(loader(tmp_path))
     assert "b.parquet" in caught.value.where
-    assert sorted(sum((ids(batch) for batch in loader(tmp_path, on_bad="skip")), [])) == list(range(8))
+    source = loader(tmp_path, on_bad="skip")
+    assert sorted(sum((ids(batch) for batch in source), [])) == list(range(8))
+    assert source.dataset.quarantine.rows == 8
 
 
 def test_a_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
@@ -223,6 +225,19 @@ def test_every_damaged_file_is_detected(tmp_path: Path, whole_form: bool) -> Non
             missed.append((case, victim.name))
         shutil.rmtree(folder)
     assert missed == []
+
+
+def test_page_checksums_of_other_writers_are_verified(tmp_path: Path) -> None:
+    file = tmp_path / "log.parquet"
+    plain = {"compression": "none", "use_dictionary": False}
+    pq.write_table(histories([3] * 9), file, write_page_checksum=True, **plain)
+    assert len(list(loader(tmp_path))) == 1
+    whole, value = file.read_bytes(), (5002).to_bytes(8, "little")
+    assert whole.count(value) == 1
+    file.write_bytes(whole.replace(value, (5006).to_bytes(8, "little")))  # a flipped bit in a valid timestamp
+    with pytest.raises(DataError) as caught:
+        list(loader(tmp_path))
+    assert "log.parquet" in caught.value.where
 
 
 def test_every_flipped_byte_of_a_data_set_is_detected(tmp_path: Path) -> None:

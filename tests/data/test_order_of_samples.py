@@ -85,6 +85,13 @@ def test_every_epoch_and_every_seed_has_another_order() -> None:
     assert len(orders) == 9
 
 
+def test_samples_of_one_window_have_another_order_in_every_epoch() -> None:
+    layout = RowGroupLayout.from_counts([16] * 8)
+    orders = [EpochOrder(layout, "shuffle", 8, 0, epoch) for epoch in range(3)]
+    assert [order.windows for order in orders] == [1] * 3
+    assert len({tuple(order.share(0, rank=0, world_size=1).sample_id.tolist()) for order in orders}) == 3
+
+
 def test_ten_billion_samples_take_little_memory_and_time() -> None:
     layout = RowGroupLayout(10_000_000, 1000, np.array([9_999_999]), np.array([500]))
     tracemalloc.start()

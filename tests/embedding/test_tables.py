@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freescale import log
 from freescale.config import RunConfig, TablesConfig
 from freescale.embedding.exchange import EmbeddingExchange
-from freescale.embedding.fused import fused_shard
+from freescale.embedding.fused import fused_shard, require_exact
 from freescale.embedding.ids import UniqueIds, deduplicate, split
 from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
 from freescale.embedding.tables import Table
+from freescale.errors import ConfigError
+from tests.support import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
@@ -204,3 +208,25 @@ def test_the_plan_says_where_rows_live_and_what_they_cost(groups: dict[int, Rank
     for (line,) in groups[2].run(told):
         assert "1,000,000 x 64 row-wise over 2 ranks, up to 500,000 rows each" in line
         assert "128.00 MB of weights and 2.00 MB of optimizer state per rank" in line
+
+
+def logged(world: World, dtype: torch.dtype) -> list[str]:
+    one, handler = joined(world), ListHandler()
+    log._logged.clear()  # a rank logs the same text once
+    with log.handled_by(handler):
+        shard_tables([Table("item", 10, 4)], RunConfig(), one, one.transport, dtype)
+    return handler.messages
+
+
+def test_tables_that_are_not_in_fbgemm_are_logged(groups: dict[int, Ranks]) -> None:
+    assert groups[1].run(logged, torch.float64) == [["tables are plain torch: FBGEMM keeps none in float64"]]
+    assert groups[1].run(logged, torch.float32) == [[]]
+
+
+def test_only_optimizers_that_update_each_row_by_itself_are_accepted() -> None:
+    exact = {EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    for optimizer in exact:
+        require_exact(optimizer, "here")
+    for optimizer in set(EmbOptimType) - exact:
+        with pytest.raises(ConfigError, match="would not be exact"):
+            require_exact(optimizer, "here")

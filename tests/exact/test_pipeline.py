@@ -16,6 +16,7 @@ import freescale as fs
 from freescale import log
 from freescale.config import TransportConfig
 from freescale.config.schema import TransportName
+from freescale.embedding.prioritized import RowOperations
 from freescale.transport.base import PendingWork
 from freescale.transport.c10d import C10d
 from tests.support import ListHandler
@@ -167,6 +168,28 @@ def test_whoever_is_late_the_result_is_bitwise_the_same(groups: dict[int, Ranks]
         for other_losses, other_arrays in runs:
             assert losses == other_losses
             assert same(arrays, other_arrays)
+
+
+def states_between_steps(world: World, overlap: bool) -> list[Arrays]:
+    """The state dicts after each step, where deferred updates are late."""
+    update = RowOperations.update_deferred
+    RowOperations.update_deferred = lambda *words: (time.sleep(0.1), update(*words))[1]  # type: ignore[method-assign]
+    try:
+        model = sharded(world, fs.PrioritizedEmbeddingSharder(fused_params={"learning_rate": 0.1}))
+        ways = TransportConfig(urgent="c10d", deferred="c10d")
+        pipeline = fs.PrioritizedPipeline(model, optimizer_of(model), overlap=overlap, transport=ways)
+        states = [held(model) for _ in outputs(pipeline, batches(world, 1, 4, 0.3))]
+        pipeline.close()
+        return states
+    finally:
+        RowOperations.update_deferred = update  # type: ignore[method-assign]
+
+
+def test_a_state_dict_between_steps_has_the_deferred_updates(groups: dict[int, Ranks]) -> None:
+    serial, overlapped = (groups[2].run(states_between_steps, overlap) for overlap in (False, True))
+    for states, others in zip(serial, overlapped, strict=True):
+        assert len(states) == 4
+        assert all(same(one, other) for one, other in zip(states, others, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -358,9 +358,13 @@ def test_what_cannot_be_balanced_is_refused_with_the_reason(groups: dict[int, Ra
         assert "remedy" in message
 
 
-def test_without_other_ranks_only_the_scale_is_added() -> None:
+def test_without_other_ranks_only_the_scale_is_added_and_that_is_logged() -> None:
     data = Histories()
     loader = [padded([data[0], data[1]]), padded([data[2]])]
-    given = fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST)
+    log._logged.clear()  # a process logs the same text once
+    handler = ListHandler()
+    with log.handled_by(handler):
+        given = fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST)
+    assert handler.messages == ["balance: there is one rank, and nothing to balance"]
     assert [batch["loss_weight"] for batch in given] == [0.5, 1.0]
     assert len(given) == 2
