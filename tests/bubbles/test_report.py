@@ -246,10 +246,13 @@ def test_the_trace_holds_every_instant_of_the_sampled_steps(tmp_path: Path) -> N
     assert main(["report", str(run)]) == 0
     events = json.loads((run / "bubbles" / "trace.json").read_text())["traceEvents"]
     blocks = [event for event in events if event["ph"] == "X"]
+    samples = records.read_samples(run).values()
     for rank in (0, 1):
         took = sum(event["dur"] for event in blocks if event["pid"] == rank and event["tid"] == 0)
         causes = sum(event["dur"] for event in blocks if event["pid"] == rank and event["tid"] == 1)
         assert took == pytest.approx(causes)
+        ns = sum(of_ranks[rank].step.end - of_ranks[rank].step.begin for of_ranks in samples)
+        assert took == pytest.approx(ns / 1e3), "the unit of a trace is the microsecond"
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"causes", "urgent rows", "dense gradients"} <= names
 

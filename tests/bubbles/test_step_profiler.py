@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -92,6 +93,30 @@ def test_ranks_that_run_different_collectives_are_accounted_without_stragglers(
     intervals = records.read_intervals(tmp_path)
     assert [interval.step for interval in intervals] == [2, 3, 4]  # the first warms up
     assert all((interval.column("straggler") == 0).all() for interval in intervals)
+
+
+def one_late(world: World, folder: str) -> None:
+    """Rank 1 comes to every collective 20 ms after rank 0 has begun it."""
+    profiler = StepProfiler(Path(folder), steps=4, every=1)
+    for step in range(4):
+        if world.rank == 1:
+            world.store.wait([f"{folder}/{step}"])
+            time.sleep(0.02)
+        flight = profiler.recorder.begin_collective("sum", "dense gradients")
+        flight.on_wait()
+        world.store.set(f"{folder}/{step}", "begun")
+        dist.all_reduce(torch.zeros(8))
+        flight.on_complete()
+        profiler.end_step()
+    profiler.close()
+
+
+def test_a_wait_for_the_last_rank_is_a_straggler_on_every_other_rank(groups: dict[int, Ranks], tmp_path: Path) -> None:
+    groups[2].run(one_late, str(tmp_path))
+    for interval in records.read_intervals(tmp_path):
+        early, late = interval.column("straggler")
+        assert early >= 20.0
+        assert late == 0.0
 
 
 def test_an_incomplete_last_line_of_a_killed_run_is_ignored(run: tuple[Path, float], tmp_path: Path) -> None:

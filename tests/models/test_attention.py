@@ -5,11 +5,14 @@ import ctypes
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils.flop_counter import FlopCounterMode
 
+from freescale import log
 from freescale.config import ModelConfig
 from freescale.errors import DataError
 from freescale.models.attention import blocks, operators, reference
 from freescale.models.attention.blocks import TorchPairs
+from freescale.models.attention.reference import AttentionProblem
 from freescale.models.encoders import HSTU, RelativeBias, SASRec
 from freescale.models.jagged import length_buckets, time_bucket, time_bucket_table
 from tests.models.attention_cases import LONGEST, batches, inputs, layout_of, require_close, upstream
@@ -48,14 +51,18 @@ def test_16_bit_operands_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     require_close(blocks.forward, blocks.backward, x, layout, within=4e-3)
 
 
-def test_torch_operators_are_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_operators_are_used_without_a_compiler_and_the_reason_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(log, "_logged", set())
     blocks.load_library.cache_clear()
     try:
         assert blocks.load_library() == "no C compiler was found"
         layout = layout_of([130, 5], [0, 2])
         x = inputs(layout, heads=2, width=4, dtype=torch.float32)
         assert isinstance(blocks.select_pairs(x), TorchPairs)
+        assert "because no C compiler was found; C code takes a third of the time" in caplog.text
         require_close(blocks.forward, blocks.backward, x, layout, within=5e-6)
     finally:
         blocks.load_library.cache_clear()
@@ -144,6 +151,14 @@ def test_a_compiled_model_is_one_graph_with_the_same_results(kind: str, whole_fo
             results.append([out, *found])
         for eager, other in zip(*results, strict=True):
             torch.testing.assert_close(eager, other, rtol=1e-9, atol=1e-11)
+
+
+def test_the_flops_of_attention_are_those_that_torch_counts_over_visible_pairs() -> None:
+    problem = AttentionProblem.random([4, 3], heads=2, width=4, dtype=torch.float64, device=torch.device("cpu"))
+    visible, all_pairs = 4 * 5 // 2 + 3 * 4 // 2, 4 * 4 + 3 * 3
+    with FlopCounterMode(display=False) as counter:  # the reference multiplies by the invisible pairs as well
+        problem.run(reference.hstu_attention)
+    assert problem.flops * all_pairs == counter.get_total_flops() * visible
 
 
 def test_time_buckets_are_logarithmic_and_symmetric() -> None:

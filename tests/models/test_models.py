@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.config import ModelConfig
+from freescale.config import DataConfig, ModelConfig, RunConfig
+from freescale.data.batch import Batch, Events
 from freescale.models.encoders import HSTU, SASRec
 from freescale.models.jagged import EventTimes, JaggedLayout
 from freescale.models.keyed import Keys, splitmix64
 from freescale.models.ranking import binary_cross_entropy_sum
-from freescale.models.retrieval import sampled_softmax
+from freescale.models.retrieval import Retrieval, sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of
 
 DIM = 8
@@ -128,6 +129,19 @@ def test_sampled_softmax_is_the_cross_entropy_of_cosines_in_value_and_gradients(
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
     for fast, exact in zip(*(torch.autograd.grad(3 * x, [output, items]) for x in (got, expected)), strict=True):
         torch.testing.assert_close(fast, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_an_event_is_queried_at_the_time_of_the_next_event_of_its_own_sample() -> None:
+    """The last event is queried at the time of its target, and at its own time without a target."""
+    times = torch.tensor([10, 20, 35, 7, 9, 50])
+    history = Events(torch.tensor([0, 3, 3, 5, 6]), {"item_id": torch.arange(6), "timestamp": times})
+    targets = Events(torch.tensor([0, 1, 1, 1, 2]), {"timestamp": torch.tensor([40, 60])})
+    model = Retrieval(RunConfig(data=DataConfig(path="none", max_history=8)), items=9)
+    for held_out, expected in ((None, [20, 35, 35, 9, 9, 50]), (targets, [20, 35, 40, 9, 9, 60])):
+        batch = Batch(0, 0, torch.arange(4), {}, history, None, held_out)
+        layout = model.prepare_query(batch).layout
+        assert layout.times is not None
+        assert layout.times.query.tolist() == expected
 
 
 def test_binary_cross_entropy_is_summed_over_tasks() -> None:

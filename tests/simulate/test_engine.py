@@ -19,6 +19,7 @@ from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
 from freescale.simulate.network import Topology
 from freescale.simulate.operations import DeviceModel, OperationCosts
+from freescale.simulate.report import scaling
 from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate
 from freescale.simulate.workload import (
     ModelCost,
@@ -207,6 +208,34 @@ def test_samples_are_placed_as_the_trainer_places_them() -> None:
     assert dealt.moved.sum() > 0 == at_home.moved.sum()
     mixed = extend_steps([dealt], 3, np.random.default_rng(0))
     assert [sorted(one.work) for one in mixed] == [sorted(dealt.work)] * 3
+
+
+def test_rows_are_shared_with_the_previous_batches_of_all_ranks() -> None:
+    """Eight ranks look up 1000 events each, so together nearly all of the 1000 items, and alone two thirds."""
+    drawn = SampledStep(np.full(80, 100), np.repeat(np.arange(8), 10))
+    found = plan_step(drawn, MODEL, world_size=8, rules=None)
+    assert found.rows == pytest.approx(np.full(8, 632.3), rel=1e-3)
+    assert found.shared == pytest.approx(found.rows, rel=1e-3)
+
+
+def test_a_device_computes_three_passes_of_two_flops_per_product() -> None:
+    device = DeviceModel.from_cluster(hosts(flops=1e15, efficiency=0.5), replace(MODEL, products=1e9))
+    (seconds,) = device.compute_seconds(MODEL, load([50.0]))
+    assert seconds * device.forward == pytest.approx(2 * 50 * 1e9 / 0.5e15)
+    assert seconds * (1 - device.forward) == pytest.approx(2 * 2 * 50 * 1e9 / 0.5e15), "twice as many in backward"
+
+
+def test_throughput_is_samples_per_second_and_scaling_is_against_the_fewest_ranks() -> None:
+    question = Scenario(
+        MODEL, np.array([50]), np.array([1]), 32, hosts(), lambda _: replace(DEVICE, work=1e-5), steps=6
+    )
+    results = [result for ranks in (4, 2) for result in simulate(question, ranks, [ABLATION[0]])]
+    four, two = results
+    for result in results:
+        assert result.samples_per_second == pytest.approx(32 * result.world_size * 1e3 / result.summary.step_ms)
+    assert scaling(two, results) == 1.0
+    assert scaling(four, results) == pytest.approx(two.summary.step_ms / four.summary.step_ms)
+    assert scaling(four, results) < 0.9
 
 
 def test_the_band_contains_the_prediction_and_techniques_reduce_bubbles() -> None:

@@ -18,6 +18,8 @@ from freescale.errors import TransportError
 from freescale.transport.c10d import C10d
 from tests.support.ranks import RankError, Ranks, World
 
+TIMEOUT = 20.0
+
 
 def transport(world: World, timeout: float = 60.0) -> C10d:
     assert dist.group.WORLD is not None
@@ -55,6 +57,19 @@ def wait_for_all(world: World, stuck: int, timeout: float) -> str:
     except TransportError as error:
         return str(error)
     return "arrived"
+
+
+def wait_for_one_that_gave_up(world: World, timeout: float) -> tuple[float, str]:
+    """Rank 0 fails on a transfer of another transport; rank 1 waits for it. Return the seconds and the error."""
+    one, begin = transport(world, timeout), time.monotonic()
+    try:
+        if world.rank == 0:
+            with one.peers.guard("rows"):
+                raise RuntimeError("the link is down")
+        one.all_reduce(torch.ones(4), name="gradients").wait()
+    except TransportError as error:
+        return time.monotonic() - begin, str(error)
+    return time.monotonic() - begin, "arrived"
 
 
 def sum_gradients(world: World, stuck: int) -> str:
@@ -113,6 +128,18 @@ def test_all_ranks_name_a_stuck_rank_by_the_timeout() -> None:
         for rank in (0, 2):
             assert f"gradients of step 1 failed on rank {rank} of 3: ranks that do not answer: 1" in messages[rank]
             assert "remedy:" in messages[rank]
+    finally:
+        started.close()
+
+
+def test_a_waiting_rank_notices_that_another_has_given_up() -> None:
+    started = Ranks(2)
+    try:
+        (_, gave_up), (seconds, noticed) = started.run(wait_for_one_that_gave_up, TIMEOUT)
+        assert seconds < TIMEOUT / 2
+        assert "rows failed on rank 0 of 2: every rank answers" in gave_up
+        assert "gradients failed on rank 1 of 2: every rank answers" in noticed
+        assert "another rank has given up" in noticed
     finally:
         started.close()
 

@@ -8,7 +8,14 @@ import torch
 
 from freescale.config import TransportConfig
 from freescale.errors import ConfigError
-from freescale.transport.selection import TransportFactory, TransportTiming, best_transport, explain, select_transports
+from freescale.transport.selection import (
+    TransportFactory,
+    TransportTiming,
+    best_transport,
+    explain,
+    probe,
+    select_transports,
+)
 from tests.support.lab import lab
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
@@ -22,14 +29,23 @@ TABLE = [
 
 
 def selection_reasons(world: World, urgent: str, deferred: str) -> list[str]:
-    config = TransportConfig(urgent=urgent, deferred=deferred)  # type: ignore[arg-type]
-    return select_transports(joined(world), config, deferred=True).reasons
+    config, one = TransportConfig(urgent=urgent, deferred=deferred), joined(world)  # type: ignore[arg-type]
+    reasons = select_transports(one, config, deferred=True).reasons
+    one.transport.sum(0, name="all are connected")  # a rank that returns closes its groups
+    return reasons
 
 
 def refused(world: World) -> str:
-    with pytest.raises(ConfigError) as caught:
+    try:
         TransportFactory(joined(world)).create("copy_engine")
-    return str(caught.value)
+    except ConfigError as error:
+        return str(error)
+    return "created"
+
+
+def timings(world: World) -> list[TransportTiming]:
+    one = joined(world)
+    return probe({"c10d": one.transport}, one.transport, one.device, sizes=[1 << 10, 1 << 16], rounds=1)
 
 
 def across_hosts(world: World) -> tuple[list[str], bool]:
@@ -78,12 +94,18 @@ def test_c10d_stays_unless_another_transport_is_clearly_faster() -> None:
 def test_all_ranks_select_alike_and_give_the_reason(two: Ranks) -> None:
     one, other = two.run(selection_reasons, "auto", "auto")
     assert one == other
+    assert len(one) == 2, "one for each lane"
     assert "transport: urgent by" in one[0]
     assert "shared_memory" in one[0]
     assert two.run(selection_reasons, "shared_memory", "host_staged")[0] == [
         "transport: urgent by shared_memory",
         "transport: deferred by host_staged",
     ]
+
+
+def test_all_ranks_select_by_the_same_timings(two: Ranks) -> None:
+    one, other = two.run(timings)
+    assert one == other
 
 
 def test_an_unavailable_transport_is_refused_with_the_reason(two: Ranks) -> None:
