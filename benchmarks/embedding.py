@@ -191,6 +191,18 @@ def sharded(model: nn.Module, sharder: EmbeddingCollectionSharder, world: World)
     return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
 
 
+class PausableProfiler(StepProfiler):
+    """Counts no step while it is paused."""
+
+    paused = False
+
+    def end_step(self, work: float = 0.0) -> None:
+        if self.paused:
+            self.restart_step()
+        else:
+            super().end_step(work)
+
+
 class Way:
     """One way to train."""
 
@@ -199,7 +211,7 @@ class Way:
         self.turns: list[tuple[str, int]] = []
         """Of each turn: what was trained on, and the bytes that a step sent."""
         self._scene = scene
-        self._bubbles = StepProfiler(folder, steps=0, every=scene.steps, timeout=120.0)
+        self._bubbles = PausableProfiler(folder, steps=0, every=scene.steps, timeout=120.0)
         fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}
         kind = PrioritizedEmbeddingSharder if name in (SERIAL, PRIORITIZED) else EmbeddingCollectionSharder
         self._model = sharded(Somebody(scene), kind(fused_params=fused), world)
@@ -218,11 +230,12 @@ class Way:
     def turn(self, label: str) -> None:
         """Train for a turn. The first step, whose rows nobody could fetch ahead, is not counted."""
         steps = iter(self._steps())
+        self._bubbles.paused = True
         next(steps)
-        self._bubbles.restart_step()
+        self._bubbles.paused = False
         before = bytes_sent()
         for _ in steps:
-            self._bubbles.end_step()
+            pass
         self.turns.append((label, (bytes_sent() - before) // self._scene.steps))
 
     def close(self) -> list[tuple[str, int, IntervalRecord]]:
@@ -237,7 +250,9 @@ class Way:
             yield from outputs(self._pipeline, self._scene)
             return
         with record_transfers(self._bubbles):
-            yield from self._plainly() if self._pipeline is None else self._sparse_dist(self._pipeline)
+            for out in self._plainly() if self._pipeline is None else self._sparse_dist(self._pipeline):
+                self._bubbles.end_step()
+                yield out
 
     def _plainly(self) -> Iterator[Any]:
         for batch in self._scene:

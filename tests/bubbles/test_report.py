@@ -241,6 +241,44 @@ def test_the_table_and_the_numbers_agree(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{figures['step_ms']:.1f} ms" in table
 
 
+def without_collectives(folder: Path, ranks: int) -> Path:
+    """A run whose ranks recorded phases only."""
+    of_ranks = [[step._replace(transfers=()) for step in ranks_of] for ranks_of in steps(ranks, 12)]
+    for interval in records.from_steps(of_ranks, clock_bound=0).intervals:
+        records.RecordWriter(folder).write_interval(interval)
+    return folder
+
+
+def test_waiting_is_not_stated_where_no_collective_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = without_collectives(tmp_path, 2)
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "no collective was recorded, so waiting for slower ranks is not known" in " ".join(said.split())
+    assert "record_comm_hook" in said
+    assert "% waiting for slower ranks" not in said
+    assert "Who waits for whom" not in (run / "bubbles" / "report.html").read_text()
+    assert main(["report", str(run), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["straggler_percent"], figures["overlap_percent"]) == (None, None)
+
+
+def test_one_rank_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(without_collectives(tmp_path, 1))]) == 0
+    assert "0.0% waiting for slower ranks" in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_browser_the_page_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda _: False)
+    run = written(tmp_path, 2, 12)
+    assert main(["report", str(run), "--open"]) == 0
+    assert "no browser was found to open" in (said := capsys.readouterr().out)
+    assert "report.html" in said.partition("no browser")[2]
+
+
 def test_the_trace_holds_every_instant_of_the_sampled_steps(tmp_path: Path) -> None:
     run = written(tmp_path, 2, 12)
     assert main(["report", str(run)]) == 0

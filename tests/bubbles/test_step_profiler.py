@@ -211,6 +211,13 @@ def test_a_folder_without_records_is_an_error_with_a_remedy(tmp_path: Path) -> N
         records.read_intervals(tmp_path)
 
 
+def test_a_profiler_whose_steps_were_not_ended_is_an_error_that_names_end_step(tmp_path: Path) -> None:
+    records.RecordWriter(tmp_path).write_machine(records.MachineRecord("cpu", 2))
+    with pytest.raises(DataError, match="no interval of steps was written") as caught:
+        records.read_intervals(tmp_path)
+    assert "profiler.end_step()" in caught.value.remedy
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 255, 256, 257, 1000, 16_384])
 def test_every_rank_is_in_the_group_named_after_it(ranks: int) -> None:
     groups = min(ranks, records.GROUPS)

@@ -165,6 +165,8 @@ def test_resuming_from_an_older_checkpoint_is_logged(work: Path, run: Path, caps
 def test_a_run_prints_what_ends_it(work: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume(run, "--data", work / "data") == 0
     assert "3 steps, 1 per epoch: train.max_steps = 3 ends the run before train.epochs = 4" in capsys.readouterr().err
+    assert resume(run, "--data", work / "data", "--train.max-steps", "9", "--accept-changes") == 0
+    assert "4 steps, 1 per epoch: train.epochs = 4 ends the run before train.max_steps = 9" in capsys.readouterr().err
 
 
 def test_training_without_loss_terms_is_an_error_with_the_cause(

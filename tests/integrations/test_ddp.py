@@ -314,6 +314,14 @@ def refused(world: World, kind: str) -> str:
     if kind == "a tuple":
         batch = tuple(batch.values())
         given |= {"lengths": lambda b: b[2], "pad_values": {"1": 0}}
+    if kind == "a tuple of padded tensors":
+        batch = tuple(batch.values())
+        given |= {"lengths": lambda b: b[2], "pad_values": {}}
+    if kind == "nested":
+        item = torch.nested.nested_tensor([data[n]["item"] for n in (world.rank, world.rank + 2)], layout=torch.jagged)
+        batch["features"] = {"item": item}
+    if kind == "two lengths per sample":
+        given["lengths"] = lambda b: b["length"][:, None]
     if kind == "shorter than its length":
         given["lengths"] = lambda b: b["length"] + 100
     if kind == "no row per sample":
@@ -342,9 +350,12 @@ def refused(world: World, kind: str) -> str:
     [
         ("not named as padded", "/sample.item: int64["),
         ("a tuple", "a dict, or a dataclass"),
-        ("shorter than its length", "is padded to"),
+        ("a tuple of padded tensors", "a batch of type tuple has no place for its loss weight"),
+        ("nested", "events_from_nested({'item': tensor})"),
+        ("two lengths per sample", "one integer per sample"),
+        ("shorter than its length", "leave it out of pad_values"),
         ("no row per sample", "'temperature' of a batch of 2 samples has the shape [3]"),
-        ("padded on the left", "'item' has other values than its padding of 0"),
+        ("padded on the left", "leave it out of pad_values: whole rows move then"),
         ("words of each sample", "'user' of a batch is of type list, which cannot move"),
         ("an array", "'user' of a batch is of type ndarray"),
         ("no such tensor", "itme"),
@@ -356,6 +367,49 @@ def test_what_cannot_be_balanced_is_refused_with_the_reason(groups: dict[int, Ra
     for message in groups[2].run(refused, kind):
         assert said in message
         assert "remedy" in message
+
+
+def with_lengths_of(world: World, convert: str) -> list[list[int]]:
+    """The samples of each step, where the function of the lengths returns a tensor, an array or a list."""
+    converters: dict[str, Any] = {"tensor": lambda x: x, "array": lambda x: x.numpy(), "list": lambda x: x.tolist()}
+    loader, of_batch = loader_of(world, "padded")[0], converters[convert]
+    balanced = fs.BalancedLoader(loader, lengths=lambda b: of_batch(b["length"]), cost=COST, pad_values={"item": 0})
+    return [batch["number"].tolist() for batch in balanced]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lengths_of_a_batch_may_be_a_tensor_an_array_or_a_list(groups: dict[int, Ranks], world_size: int) -> None:
+    expected = groups[world_size].run(with_lengths_of, "tensor")
+    assert groups[world_size].run(with_lengths_of, "array") == expected
+    assert groups[world_size].run(with_lengths_of, "list") == expected
+
+
+@pytest.mark.parametrize("cost", [fs.Cost(), fs.Cost(sample=-1.0, token=1.0)])
+def test_a_cost_that_balances_nothing_is_refused(cost: fs.Cost) -> None:
+    with pytest.raises(UsageError, match="not all are 0") as caught:
+        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=cost)
+    assert "fs.Cost(token=1.0)" in str(caught.value)
+
+
+def whole_rows(world: World) -> list[tuple[list[int], list[int]]]:
+    """Numbers and last entries of the samples, where rows are padded on the left to one width, without pad_values."""
+    data = Histories()
+    loader = []
+    for step in range(3):
+        batch = padded([data[20 * world.rank + 3 * step + n] for n in range(3)])
+        batch["item"] = nn.functional.pad(batch["item"].flip(1), (60 - batch["item"].shape[1], 0))
+        loader.append(batch)
+    batches = fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST)
+    return [(b["number"].tolist(), b["item"][:, -1].tolist()) for b in batches]
+
+
+def test_rows_padded_to_one_width_move_whole(groups: dict[int, Ranks]) -> None:
+    data, moved = Histories(), 0
+    for rank, steps in enumerate(groups[2].run(whole_rows)):
+        for numbers, last in steps:
+            assert last == [int(data[number]["item"][0]) for number in numbers]
+            moved += sum(number // 20 != rank for number in numbers)
+    assert moved
 
 
 def test_without_other_ranks_only_the_scale_is_added_and_that_is_logged() -> None:

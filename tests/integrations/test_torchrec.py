@@ -15,6 +15,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import freescale as fs
+from freescale.bubbles import records
+from freescale.bubbles.summary import summarize
 from freescale.embedding.prioritized import EmbeddingMemory
 from freescale.errors import ConfigError, FreeScaleError, UsageError
 from freescale.integrations.batches import move_to_device
@@ -233,6 +235,25 @@ def stopped(world: World) -> list[bool]:
 
 def test_progress_raises_stop_iteration_again_after_the_end(groups: dict[int, Ranks]) -> None:
     assert groups[2].run(stopped) == [[True], [True] * 3]
+
+
+def profiled(world: World, folder: str) -> None:
+    """Train two epochs with a profiler, and end none of its steps."""
+    with fs.StepProfiler(folder, timeout=60.0) as profiler:
+        pipeline = pipeline_of(model_of(world, True), profiler=profiler, timeout=60.0)
+        for epoch in range(2):
+            assert len(list(outputs(pipeline, batches(world, epoch, 6, 0.3)))) == 6
+        assert profiler.step == 12
+        pipeline.close()
+
+
+def test_progress_ends_the_steps_of_its_profiler(groups: dict[int, Ranks], tmp_path: Path) -> None:
+    groups[2].run(profiled, str(tmp_path))
+    intervals = records.read_intervals(tmp_path)
+    assert sum(interval.steps for interval in intervals) == 11  # the first is warm-up
+    summary = summarize(intervals)
+    assert summary.waiting_known
+    assert [line.ms > 0 for line in summary.lines if line.cause == "data"] == [True]
 
 
 class Moving:

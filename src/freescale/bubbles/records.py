@@ -19,7 +19,7 @@ from freescale.bubbles.ledger import Ledger, account, last_arrivals, ledgers
 from freescale.errors import DataError, reason
 from freescale.log import warning_once
 
-FOLDER = "bubbles"
+FOLDER, _MACHINE_FILE = "bubbles", "machine.json"
 LINES, SAMPLED_STEPS, SAMPLED_RANKS, GROUPS = 1000, 32, 64, 256
 """Limits per run: lines, whole steps, ranks that write whole steps, groups of ranks per line."""
 COLUMNS = (*CAUSES, *(f"hidden {kind}" for kind in TRAFFIC), "in flight", "overlapped", "ranks")
@@ -96,7 +96,7 @@ class RecordWriter:
 
     def write_machine(self, machine: "MachineRecord") -> None:
         """Write what the run runs on."""
-        (self._folder / "machine.json").write_text(json.dumps(machine._asdict()))
+        (self._folder / _MACHINE_FILE).write_text(json.dumps(machine._asdict()))
 
     def truncate_after(self, step: int) -> None:
         """Drop records of an earlier run beyond a step, and an incomplete last line."""
@@ -188,6 +188,11 @@ def read_intervals(run: Path) -> list[IntervalRecord]:
     if not found:
         remedy = "name the folder of a training, such as runs/latest; it is written after the first log interval"
         what = "nothing was recorded of the bubbles of this run" if run.is_dir() else f"there is no run '{run}'"
+        if (run / FOLDER / _MACHINE_FILE).exists():  # a profiler was created, and the first step is warm-up
+            what = "a profiler was created, but no interval of steps was written"
+            remedy = (
+                "call profiler.end_step() after every step and profiler.close() at the end; profile two steps or more"
+            )
         raise DataError(what, where=str(path), remedy=remedy)
     return found
 
@@ -201,7 +206,7 @@ def is_recorded(run: Path) -> bool:
 
 def read_machine(run: Path) -> MachineRecord:
     """Read what a run ran on."""
-    path = run / FOLDER / "machine.json"
+    path = run / FOLDER / _MACHINE_FILE
     if not path.exists():
         remedy = "name the folder of a training by this version, or use --from-data"
         raise DataError("this run has no record of what it ran on", where=str(path), remedy=remedy)

@@ -51,9 +51,15 @@ def advice(lines: Iterable[Line]) -> list[list[str]]:
 def headline(summary: Summary) -> str:
     """Summarize a run in a sentence."""
     ranks = " then ".join(f"{size:,}" for size in summary.world_sizes or (summary.world_size,))
+    steps = f"{ranks} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms"
+    if not summary.waiting_known:
+        return (
+            f"{steps}: no collective was recorded, so waiting for slower ranks is not known, and counts as the phase "
+            "that it happens in; with DDP, wrap the communication hook: freescale.bubbles.recorder.record_comm_hook"
+        )
     return (
-        f"{ranks} ranks, {summary.steps:,} steps of {summary.step_ms:.1f} ms: "
-        f"{summary.bubble_percent:.1f}% without compute, {summary.straggler_percent:.1f}% waiting for slower ranks, "
+        f"{steps}: {summary.bubble_percent:.1f}% without compute, "
+        f"{summary.straggler_percent:.1f}% waiting for slower ranks, "
         f"{summary.overlap_percent:.1f}% of traffic hidden; clocks agree within {summary.clock_bound_us:,.0f} us"
     )
 
@@ -86,7 +92,7 @@ def report_sections(recorded: RunRecord, steps: Sequence[int]) -> list[str]:
         ),
         *_by_rank(intervals, colours),
         *_over_time(intervals, colours),
-        *_who_waits(intervals),
+        *(_who_waits(intervals) if summary.waiting_known else ()),
         *(_timeline(samples[step], colours) for step in steps),
         *_against_cost(samples),
     ]

@@ -15,7 +15,8 @@ Row = NDArray[np.float64]
 
 _WORTH_ADVICE = 0.01
 _ADVICE = {
-    "straggler": "ranks have unequal work: balance.mode repartitions samples by cost; larger batches even it out",
+    "straggler": "ranks wait for a slower one: turn balancing on (balance.mode, or fs.BalancedLoader); where it is on, "
+    "use larger batches, or balance.adapt if one rank is always slow",
     "samples": "samples are waited for: a faster link between hosts, or more compute per step to hide them",
     "ids": "ids are exchanged without compute: larger batches per rank send fewer per sample",
     "urgent rows": "rows are waited for: a faster link, narrower rows, or fewer distinct ids per step",
@@ -25,7 +26,8 @@ _ADVICE = {
     "other traffic": "small collectives: each costs a round trip, so merge or drop some",
     "data": "batches come late: raise data.workers or data.prefetch, or use a faster disk",
     "host": "Python between operations: larger batches per rank, or fewer log lines and checkpoints",
-    "idle": "unattributed time: record what happens there",
+    "idle": "nothing was recorded there: add profiler.record(cause) to a loop of your own; in `freescale train` "
+    "a rank often has no free core, so run fewer ranks or threads per host",
 }
 
 
@@ -60,6 +62,8 @@ class Summary(NamedTuple):
     lines: list[Line]
     world_sizes: tuple[int, ...] = ()
     """In order: more than one if the run was resumed on another world size."""
+    waiting_known: bool = True
+    """False if several ranks recorded no collective: straggler and overlap are then 0 without a meaning."""
 
     @property
     def bubble_percent(self) -> float:
@@ -103,7 +107,8 @@ def summarize(intervals: Sequence[IntervalRecord]) -> Summary:
     overlap = 100.0 * mean["overlapped"] / max(mean["in flight"], 1e-12)
     steps, bound = sum(i.steps for i in intervals), max(i.clock_bound_us for i in intervals)
     sizes = tuple(world_size for world_size, _ in itertools.groupby(interval.world_size for interval in intervals))
-    return Summary(intervals[-1].world_size, steps, step, straggler, overlap, bound, lines, sizes)
+    known = mean["in flight"] > 0 or max(sizes) == 1
+    return Summary(intervals[-1].world_size, steps, step, straggler, overlap, bound, lines, sizes, known)
 
 
 def _first_rank(name: str) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def run_report(argv: Sequence[str], prog: str) -> int:
     written = _compare_runs(*runs) if several else _print_run(runs[0], options.steps)
     say(*(f"{name}: {path}" for name, path in written.items()))
     if options.open and not webbrowser.open(written["page"].resolve().as_uri()):
-        say("no browser was found to open it")
+        say(f"no browser was found to open {written['page']}")
     return 0
 
 
@@ -173,7 +173,8 @@ def _run_values(run: _RunRecords) -> dict[str, Any]:
     if summary is None:
         return training
     causes = {line.cause: {n: v for n, v in line._asdict().items() if n != "cause"} for line in summary.lines}
-    return summary._asdict() | {"bubble_percent": summary.bubble_percent, "lines": causes} | training
+    unknown = {} if summary.waiting_known else {"straggler_percent": None, "overlap_percent": None}
+    return summary._asdict() | unknown | {"bubble_percent": summary.bubble_percent, "lines": causes} | training
 
 
 def _compare_runs(first: _RunRecords, second: _RunRecords) -> dict[str, Path]:

@@ -80,6 +80,7 @@ def map_tensors(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -
     """Return a batch with changed tensors. `change` gets the path of each, such as `features.item`."""
     inside = f"{path}." if path else ""
     if isinstance(value, Leaf):
+        _refuse_nested(path, value)
         return change(path, value)  # type: ignore[return-value]
     if isinstance(value, Mapping):
         return {name: map_tensors(item, change, f"{inside}{name}") for name, item in value.items()}  # type: ignore[return-value]
@@ -98,16 +99,22 @@ def map_tensors(value: B, change: Callable[[str, Leaf], Leaf], path: str = "") -
 
 def with_loss_weight(batch: B, weight: float) -> B:
     """Return a batch with its loss weight: another key of a dict, or the field `loss_weight` of a dataclass."""
+    require_place_for_loss_weight(batch)
     value = torch.tensor(weight, dtype=torch.float64)  # a tensor, so that it moves to a device with the others
+    if isinstance(batch, Mapping):
+        return {**batch, _LOSS_WEIGHT: value}  # type: ignore[return-value]
+    return dataclasses.replace(batch, **{_LOSS_WEIGHT: value})  # type: ignore[type-var]
+
+
+def require_place_for_loss_weight(batch: Any) -> None:
+    """Refuse a batch that cannot hold its loss weight, or has one already."""
     if isinstance(batch, Mapping):
         if _LOSS_WEIGHT in batch:
             what = f"the batch has a '{_LOSS_WEIGHT}' already, which balancing would overwrite"
             raise DataError(what, remedy="rename the entry in the loader's collate_fn")
-        return {**batch, _LOSS_WEIGHT: value}  # type: ignore[return-value]
-    if dataclasses.is_dataclass(batch) and _LOSS_WEIGHT in {field.name for field in dataclasses.fields(batch)}:
-        return dataclasses.replace(batch, **{_LOSS_WEIGHT: value})  # type: ignore[type-var]
-    remedy = "let collate_fn return a dict, or a dataclass with a field `loss_weight: Tensor | None = None`"
-    raise DataError(f"a batch of type {type(batch).__name__} has no place for its loss weight", remedy=remedy)
+    elif not dataclasses.is_dataclass(batch) or _LOSS_WEIGHT not in {f.name for f in dataclasses.fields(batch)}:
+        remedy = "let collate_fn return a dict, or a dataclass with a field `loss_weight: Tensor | None = None`"
+        raise DataError(f"a batch of type {type(batch).__name__} has no place for its loss weight", remedy=remedy)
 
 
 def events_from_nested(features: Mapping[str, Tensor]) -> Events:
@@ -146,6 +153,13 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def _refuse_nested(path: str, leaf: Leaf) -> None:
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        name = path.rpartition(".")[2] or "item"
+        remedy = f"convert it in collate_fn: freescale.integrations.ddp.events_from_nested({{'{name}': tensor}})"
+        raise DataError(f"'{path}' of a batch is a nested tensor, which cannot be exchanged", remedy=remedy)
+
+
 def _require_rows(path: str, values: Tensor, samples: int) -> None:
     if values.device.type != "cpu":
         what = f"'{path}' of a batch is on {values.device}, but samples move between CPUs"
@@ -162,12 +176,13 @@ def _remove_padding(path: str, values: Tensor, lengths: Tensor, padding: float) 
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > width:
         what = f"'{path}' is padded to {width}, but a sample has the length {longest}"
-        raise DataError(what, remedy="let `lengths` return the number of entries of a row without padding")
+        remedy = "pad every tensor of pad_values to the length that `lengths` returns, or to one width on all ranks"
+        raise DataError(what, remedy=f"{remedy} and leave it out of pad_values")
     valid = torch.arange(width) < lengths[:, None]
     if not bool((values[~valid] == padding).all()):
         what = f"'{path}' has other values than its padding of {padding} after the end of a sample"
-        remedy = "pad rows on the right with the value that pad_values names"
-        raise DataError(what, remedy=remedy)
+        remedy = "pad rows on the right with the value that pad_values names, or to one width on all ranks"
+        raise DataError(what, remedy=f"{remedy} and leave it out of pad_values: whole rows move then")
     return values[valid]
 
 

@@ -39,6 +39,7 @@ from freescale.integrations.batches import (
     empty_like,
     events_from_nested,
     nested_from_events,
+    require_place_for_loss_weight,
     with_loss_weight,
 )
 from freescale.log import info_once, warning_once
@@ -46,7 +47,8 @@ from freescale.transport.world import host_of_each_rank, new_group
 
 __all__ = ["BalancedLoader", "BalancedSampler", "events_from_nested", "nested_from_events"]
 
-_LengthsOf = Callable[[Any], Tensor]
+LengthsOf = Callable[[Any], Tensor | Ints | Sequence[int]]
+"""Returns the length of each sample of a batch."""
 _PREFETCH_BATCHES = 2
 _NO_SAMPLES = {LENGTHS: Events(torch.zeros(1, dtype=torch.int64), {})}
 _WORKER_SETTINGS = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -74,7 +76,7 @@ class BalancedLoader:
         self,
         loader: Iterable[Any],
         *,
-        lengths: _LengthsOf | Sequence[int] | Ints | Tensor,
+        lengths: LengthsOf | Sequence[int] | Ints | Tensor,
         cost: Cost,
         pad_values: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -83,6 +85,7 @@ class BalancedLoader:
         max_tokens: int = 0,
         timeout: float = 600.0,
     ) -> None:
+        _require_positive(cost)
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
         rank, world_size = _rank_and_world_size(process_group)
         moves = callable(lengths) and world_size > 1
@@ -144,6 +147,14 @@ def _rank_and_world_size(process_group: dist.ProcessGroup | None) -> tuple[int, 
     return 0, 1
 
 
+def _require_positive(cost: Cost) -> None:
+    if cost.power is None and not min(cost.constants) >= 0 < max(cost.constants):
+        remedy = "use fs.Cost(token=1.0) for time in proportion to the length, or fs.Cost.hstu(dim=..., layers=...)"
+        raise UsageError(
+            "a cost has constants of which none is below 0 and not all are 0", where=f"{cost}", remedy=remedy
+        )
+
+
 class _Exhausted(Exception):  # noqa: N818
     """Raised on all ranks at once when the loaders of some have ended."""
 
@@ -154,7 +165,7 @@ class _ExchangedBatches:
     def __init__(
         self,
         loader: Iterable[Any],
-        lengths_of: _LengthsOf,
+        lengths_of: LengthsOf,
         planner: "_WeightingPlanner",
         batch_format: BatchFormat,
         exchange: SampleExchange | None,
@@ -171,7 +182,7 @@ class _ExchangedBatches:
         """Yield balanced batches, without the first ones."""
         if self._exchange is None:
             for batch in itertools.islice(self._loader, start, None):
-                yield with_loss_weight(batch, self._planner.weight_of(self._lengths_of(batch).numpy()))
+                yield with_loss_weight(batch, self._planner.weight_of(self._read_lengths(batch).numpy()))
             return
         # All ranks balance the same number of batches before they stop, so none waits for a peer that has stopped.
         yield from prefetch(self._balance(self._exchange, start), _PREFETCH_BATCHES, drain=True)
@@ -182,7 +193,7 @@ class _ExchangedBatches:
         batches = itertools.islice(self._loader, start, None)
         for step in itertools.count(start):
             batch = next(batches, None)
-            groups = _NO_SAMPLES if batch is None else self._format.to_jagged(batch, self._lengths_of(batch).long())
+            groups = _NO_SAMPLES if batch is None else self._to_jagged(batch)
             self._planner.exhausted, self._planner.format = batch is None, describe_format(groups)
             try:
                 moved, _ = exchange.exchange(groups)
@@ -190,6 +201,17 @@ class _ExchangedBatches:
                 self._log_leftover(batch is not None, step, str(exhausted))
                 return
             yield with_loss_weight(self._format.from_jagged(batch, moved), self._planner.loss_weight)
+
+    def _to_jagged(self, batch: Any) -> dict[str, Events]:
+        require_place_for_loss_weight(batch)  # before its tensors: their errors do not apply to a tuple
+        return self._format.to_jagged(batch, self._read_lengths(batch))
+
+    def _read_lengths(self, batch: Any) -> Tensor:
+        lengths = torch.as_tensor(self._lengths_of(batch)).long()
+        if lengths.dim() != 1:
+            what = f"`lengths` returns the shape {list(lengths.shape)} for a batch"
+            raise DataError(what, remedy="let it return one integer per sample")
+        return lengths
 
     def _log_leftover(self, has_batch: bool, step: int, exhausted: str) -> None:
         """Log the batches that this rank does not yield because another rank has no batch for this step."""

@@ -6,6 +6,7 @@ pipeline finds the KeyedJaggedTensor of a batch with the features of a collectio
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import chain
 from operator import length_hint
@@ -108,7 +109,8 @@ class PrioritizedPipeline(TrainPipeline[Any, Any], Generic[B]):
     The model returns (losses, output) in training. Batches are moved to `device`, which defaults to the model's. Where
     ranks have unequal numbers of batches, all stop after the last step for which every rank has a batch, and a rank
     with batches left logs how many. `features` returns the KeyedJaggedTensors of a batch where they are not its
-    fields. `profiler` records where the time goes. `transport` selects the transports; by default they are probed.
+    fields. `profiler` records where the time goes; `progress` ends its steps, so do not call `end_step`. `transport`
+    selects the transports; by default they are probed.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class PrioritizedPipeline(TrainPipeline[Any, Any], Generic[B]):
         transport: TransportConfig | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._profiler = model, optimizer, profiler
         self._features, self._device = features or _jagged_fields, device or _device_of(model)
         collections = [(n, m) for n, m in model.named_modules() if isinstance(m, PrioritizedEmbeddingCollection)]
         if not collections:
@@ -177,6 +179,8 @@ class PrioritizedPipeline(TrainPipeline[Any, Any], Generic[B]):
             self._ended = dataloader_iter
             raise StopIteration
         self._steps += 1
+        if self._profiler is not None:
+            self._profiler.end_step()
         return state.output
 
     def reset(self) -> None:
@@ -226,7 +230,8 @@ class PrioritizedPipeline(TrainPipeline[Any, Any], Generic[B]):
         return BatchState(batch, EmbeddingContext(exhausted=batch is None))
 
     def _draw(self, dataloader_iter: Iterator[B]) -> B | None:
-        batch = next(dataloader_iter, None)
+        with nullcontext() if self._profiler is None else self._profiler.record("data"):
+            batch = next(dataloader_iter, None)
         self._drawn += batch is not None
         return batch
 

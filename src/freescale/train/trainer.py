@@ -71,6 +71,8 @@ class Trainer:
         length = f"{steps:,} steps, {per_epoch:,} per epoch"
         if steps < train.epochs * per_epoch:
             return f"{length}: train.max_steps = {train.max_steps} ends the run before train.epochs = {train.epochs}"
+        if steps < train.max_steps:
+            return f"{length}: train.epochs = {train.epochs} ends the run before train.max_steps = {train.max_steps}"
         return length
 
     def _start_reason(self) -> str:
