@@ -50,6 +50,7 @@ def trained_with_ddp(world: World) -> tuple[float, float]:
         "loader": DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate),
         "model": DistributedDataParallel(module),
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.0),
+        "epoch": 0,
     }
     snippet = SNIPPETS["ddp"].replace(
         "    optimizer.step()\n", "    optimizer.step()\n    steps.append(float(loss.detach()))\n"

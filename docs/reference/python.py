@@ -9,23 +9,32 @@ import freescale
 
 _HEAD = """# Python
 
-`import freescale as fs` provides every name that begins with `fs.` here, loaded on first use. Import the names for
-custom models by their full path.
+`import freescale as fs` provides every name that begins with `fs.` here, loaded on first use. Import other names
+by their full path. `Ints` is a numpy array of int64; `LengthsOf` is a function from a batch to the lengths of its
+samples: `Callable[[Any], Tensor | Ints | Sequence[int]]`.
 """
 _SECTIONS = {
     "Balance": ["integrations.ddp.BalancedLoader", "balance.cost.Cost", "balance.assign.assign"],
+    "Converters": [
+        "integrations.batches.events_from_nested",
+        "integrations.batches.nested_from_events",
+        "integrations.torchrec.events_from_keyed_jagged",
+        "integrations.torchrec.keyed_jagged_from_events",
+    ],
     "Embeddings": [
         "integrations.pipeline.PrioritizedPipeline",
         "integrations.torchrec.PrioritizedEmbeddingSharder",
         "integrations.torchrec.TransportEmbeddingSharder",
     ],
-    "Step profile": ["bubbles.step_profiler.StepProfiler"],
+    "Step profile": ["bubbles.step_profiler.StepProfiler", "bubbles.recorder.record_comm_hook"],
     "Data": ["data.loader.Loader", "data.batch.Batch", "data.batch.Events"],
     "A custom model": [f"models.protocol.{name}" for name in ("Model", "Inputs", "Rows")] + ["train.build.build"],
 }
 _CONFIGS = [name for name in freescale.__all__ if name.endswith("Config")]
 _SHORT = {name: f"fs.{name}" for name in freescale.__all__} | {"assign": "fs.balance.assign"}
+_SHORT |= {name: f"freescale.integrations.ddp.{name}" for name in ("events_from_nested", "nested_from_events")}
 _COLUMNS = 116
+_SPECIAL = ("__call__", "__len__")
 
 
 def page() -> str:
@@ -67,7 +76,7 @@ def _class_call(node: ast.ClassDef, spelt: str) -> str:
 def _members(node: ast.ClassDef) -> Iterator[str]:
     """Public methods and properties, without those that have a private parameter."""
     for item in node.body:
-        if not isinstance(item, ast.FunctionDef) or (item.name.startswith("_") and item.name != "__call__"):
+        if not isinstance(item, ast.FunctionDef) or (item.name.startswith("_") and item.name not in _SPECIAL):
             continue
         if any(argument.arg.startswith("_") for argument in item.args.args):
             continue

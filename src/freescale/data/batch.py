@@ -202,6 +202,7 @@ class Batch:
     """Held-out events, for evaluation."""
 
     def __len__(self) -> int:
+        """Number of samples."""
         return len(self.sample_id)
 
     @property

@@ -59,14 +59,16 @@ _KEPT_SETTINGS = (*_WORKER_SETTINGS, "pin_memory", "timeout", "generator")
 class BalancedLoader:
     """Yields the batches of a loader, balanced over the ranks of a process group.
 
-    lengths: a function that returns the length of each sample of a batch; samples are then exchanged between ranks, one
-    or two steps ahead. Or the length of every sample of a map-style dataset, read by a DataLoader with a
-    DistributedSampler; each rank then reads the samples that it computes, and nothing moves. cost: of a sample.
+    lengths: a function that returns the length of each sample of a batch, as integers in a tensor, an array or a list;
+    samples are then exchanged between ranks, one or two steps ahead. Or the length of every sample of a map-style
+    dataset, read by a DataLoader with a DistributedSampler; each rank then reads the samples that it computes, and
+    nothing moves. cost: of a sample.
 
     Batches are dicts, or dataclasses with a field `loss_weight`, of tensors with a row per sample and of `Events`.
     pad_values: padded tensors by name, with their padding. Every batch gets a `loss_weight`: the sum of all losses
-    times it, averaged over the ranks by DDP, is the mean over all ranks' losses. terms: number of losses of samples of
-    some lengths; by default one per sample. A rank may get an empty batch.
+    times it, averaged over the ranks by DDP, is the mean over all ranks' losses. terms: a function that gets lengths as
+    a numpy array and returns the number of losses of each sample; by default one per sample. A rank may get an empty
+    batch.
 
     Where ranks have unequal numbers of batches, all stop after the last step for which every rank has a batch, and a
     rank with batches left logs how many.
@@ -104,12 +106,17 @@ class BalancedLoader:
             lengths = np.asarray(lengths, dtype=np.int64)
             sampler = BalancedSampler(loader, lengths, planner, rank=rank, world_size=world_size)
             self._batches = _SampledBatches(loader, sampler)
-        self.report = planner.report
+        self._report = planner.report
         if rank == 0:
             info_once(f"balance: {path}" if world_size > 1 else "balance: there is one rank, and nothing to balance")
 
     def __len__(self) -> int:
+        """Return the number of batches of an epoch, if the loader has a length."""
         return len(self._batches)
+
+    def report(self) -> list[str]:
+        """Return lines on what was balanced, the same on every rank; none before the first step."""
+        return self._report()
 
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, 0

@@ -52,7 +52,16 @@ def keyed_jagged_from_events(features: Mapping[str, Events]) -> KeyedJaggedTenso
 
 
 class PrioritizedEmbeddingSharder(EmbeddingCollectionSharder):
-    """Shards collections row-wise in fused kernels, so that `PrioritizedPipeline` can overlap their communication."""
+    """Shards collections row-wise in fused kernels, so that `PrioritizedPipeline` can overlap their communication.
+
+    fused_params: of the tables, as for TorchRec's sharders, such as `{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "learning_rate": 0.1}`; by default FBGEMM's SGD. Without the pipeline the model trains as TorchRec does.
+    """
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None = None, qcomm_codecs_registry: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
 
     def shard(
         self,
