@@ -1,8 +1,8 @@
 """A `python` whose processes are forked from one that has imported torch and TorchRec, since that takes seconds.
 
-It takes the place of `sys.executable` in tests that start commands: `-m MODULE`, `-c CODE` and `SCRIPT` with arguments
-run in a process of their own, with the caller's folder, environment and standard streams. Left out are the start of the
-interpreter and its tear-down, so tests of these, of signals and of time start a real one.
+It takes the place of `sys.executable` in tests that start commands: `-m MODULE`, `-c CODE`, `-` and `SCRIPT` with
+arguments run in a process of their own, with the caller's folder, environment and standard streams. Left out are the
+start of the interpreter and its tear-down, so tests of these, of signals and of time start a real one.
 """
 
 import os

@@ -133,6 +133,9 @@ def _run(words: Sequence[str]) -> None:
     """`python WORDS`."""
     if words[0] == "-u":  # torchrun's: no buffers
         words = words[1:]
+    if words[0] == "-":
+        with open(0, "rb", closefd=False) as code:
+            words = ["-c", code.read().decode(), *words[1:]]
     if words[0] in ("-m", "-c"):
         sys.path[0] = ""
         sys.argv = list(words[1:] if words[0] == "-m" else ["-c", *words[2:]])
