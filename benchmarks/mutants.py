@@ -124,7 +124,7 @@ def failing(copy: Path, tests: Sequence[str]) -> str:
         return "timeout"
     if process.returncode == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     if process.returncode != 1 or failed is None:
         raise SystemExit(f"the tests did not run:\n{output[-3000:]}")
     return failed[1]

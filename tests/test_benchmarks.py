@@ -47,10 +47,10 @@ def test_importing_goes_through_the_disk_and_loses_no_event(tmp_path: Path) -> N
 
 
 @pytest.mark.quiet
-def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path, warm: WarmPython) -> None:
+def test_a_jagged_step_costs_a_fraction_of_a_padded_one(tmp_path: Path) -> None:
     out = tmp_path / "jagged.json"
     options = ["--batch", "32", "--longest", "512", "--repeats", "1", "--dim", "32", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "jagged.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     assert [result["model"] for result in results] == ["hstu", "sasrec"]
     for result in results:
@@ -94,10 +94,10 @@ def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> Non
 
 
 @pytest.mark.quiet
-def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path, warm: WarmPython) -> None:
+def test_the_trainer_costs_little_beyond_the_step(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
     options = ["--ranks", "1", "--blocks", "4", "--steps", "4", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "overhead.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "overhead.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     for kind in ("cpu", "wall"):
         for name in (f"{kind}_beyond_bare", f"{kind}_floor"):
@@ -128,9 +128,9 @@ def test_a_recipe_is_trained_resumed_and_its_curve_kept(tmp_path: Path, warm: Wa
 
 
 @pytest.mark.quiet
-def test_recording_costs_little_of_a_step(tmp_path: Path, warm: WarmPython) -> None:
+def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
     out = tmp_path / "recorder.json"
-    command = [warm.python, BENCHMARKS / "recorder.py", "--steps", "24", "--out", out]
+    command = [sys.executable, BENCHMARKS / "recorder.py", "--steps", "24", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["transfers_per_step"] >= 6
@@ -149,10 +149,10 @@ def test_few_tokens_move_for_balance(tmp_path: Path, warm: WarmPython) -> None:
 
 
 @pytest.mark.quiet
-def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path, warm: WarmPython) -> None:
+def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
     out = tmp_path / "straggler.json"
     options = ["--dim", "32", "--turns", "1", "--steps", "8", "--adapt-steps", "48", "--calibration-steps", "16"]
-    command = [warm.python, BENCHMARKS / "straggler.py", *options, "--out", out]
+    command = [sys.executable, BENCHMARKS / "straggler.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     _, timed, _, slow = json.loads(out.read_text())["results"]
     assert 0.3 < timed["straggler_falls_by"] <= 1
@@ -161,11 +161,11 @@ def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path
 
 
 @pytest.mark.quiet
-def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path, warm: WarmPython) -> None:
+def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -> None:
     out, picture = tmp_path / "embedding.json", tmp_path / "embedding.png"
     options = ["--steps", "3", "--turns", "1", "--sweep", "0", "0.5", "--sweep-turns", "1", "--repeats", "1"]
     options += ["--ids", "4096", "--seconds", "0.06", "--rounds", "1"]
-    command = [warm.python, BENCHMARKS / "embedding.py", *options, "--out", out]
+    command = [sys.executable, BENCHMARKS / "embedding.py", *options, "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     overtakes, few, popular, *_ = json.loads(out.read_text())["results"]
     took = overtakes["overtaking"]
@@ -173,15 +173,15 @@ def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path, w
     assert max(took["alone_ms"], took["yielding_ms"]) < took["one_group_ms"], "there it stands behind 64 MB"
     assert 0.2 < few["exposed_falls_by_against_torchrec"] < 1
     assert popular["bytes_over_torchrec"] < 0.6
-    subprocess.run([warm.python, BENCHMARKS / "picture.py", out, picture], check=True)
+    subprocess.run([sys.executable, BENCHMARKS / "picture.py", out, picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.quiet
-def test_every_share_of_many_ranks_is_computed(tmp_path: Path, warm: WarmPython) -> None:
+def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     options = ["--ranks", "3", "--steps", "1", "--passes", "2", "--calibration", "2", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "replay.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "replay.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["straggler_percent_balanced_by_cost"] < 0.6 < result["straggler_percent_random_by_cost"]
     for kind in ("random", "balanced", "of_equal_shares"):
@@ -192,11 +192,11 @@ def test_every_share_of_many_ranks_is_computed(tmp_path: Path, warm: WarmPython)
 
 
 @pytest.mark.quiet
-def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path, warm: WarmPython) -> None:
+def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> None:
     out = tmp_path / "transport.json"
     options = ["--ranks", "2", "--exchanges", "60", "--large", "1", "--large-rows", "300000", "--megabytes", "1"]
     options += ["--turns", "1", "--mbit", "2000", "--staged-megabytes", "1", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "transport.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "transport.py", *options], check=True, capture_output=True)
     exact, near, far = json.loads(out.read_text())["results"]
     assert exact["exact"]["wrong"] == {"host_staged": 0, "shared_memory": 0}
     assert exact["exact"]["exchanges"] == 60
@@ -212,9 +212,9 @@ def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path, warm:
 
 
 @pytest.mark.quiet
-def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path, warm: WarmPython) -> None:
+def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "kills.json"
-    command = [warm.python, BENCHMARKS / "kills.py", "--kills", "5", "--out", out]
+    command = [sys.executable, BENCHMARKS / "kills.py", "--kills", "5", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     summary, *kills = json.loads(out.read_text())["results"]
     assert summary["named_in_time"] == summary["kills"] == 5, [kill for kill in kills if not kill["ok"]]
@@ -223,10 +223,10 @@ def test_a_rank_killed_at_any_moment_is_named_and_leaves_nothing(tmp_path: Path,
 
 
 @pytest.mark.quiet
-def test_the_simulator_is_held_against_real_runs(tmp_path: Path, warm: WarmPython) -> None:
+def test_the_simulator_is_held_against_real_runs(tmp_path: Path) -> None:
     out = tmp_path / "simulator.json"
     options = ["--ranks", "2", "--mbit", "500", "--steps", "10", "--users", "1500", "--no-real", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "simulator.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "simulator.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     assert [result["with"] for result in results] == ["nothing", "balance", "priority", "both", "nothing again"]
     for result in results:
@@ -295,11 +295,11 @@ def test_every_kind_of_file_is_fuzzed(tmp_path: Path, warm: WarmPython) -> None:
 
 
 @pytest.mark.quiet
-def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path, warm: WarmPython) -> None:
+def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     options = ["--presets", "heavy", "--ranks", "2", "--steps", "8", "--turns", "1", "--exact-steps", "2", "--no-real"]
     options += ["--samples", "16", "--items", "100000", "--dim", "128", "--layers", "2", "--mbit", "200", "--out", out]
-    subprocess.run([warm.python, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
+    subprocess.run([sys.executable, BENCHMARKS / "step.py", *options], check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     causes = {one["variant"]: one["causes_ms"] for one in result["variants"] if "causes_ms" in one}
     about = ("straggler", "ids", "urgent rows", "row gradients")
