@@ -23,6 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="the long form of proofs that have a short one")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave long proofs to --whole."""
+    if not config.getoption("--whole"):
+        long = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 @pytest.fixture(scope="session")
 def whole_form(request: pytest.FixtureRequest) -> bool:
     """Whether proofs are to be run at the length that the documentation states."""

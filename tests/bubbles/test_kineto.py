@@ -253,8 +253,8 @@ def test_a_real_profile_of_two_ranks_adds_up_and_shows_the_slow_rank(groups: dic
     )
     assert fast["straggler"] > 0.1 * 10**9 > slow["straggler"]
     assert slow["idle"] > 0.2 * 10**9
-    # Gloo's thread may mark the end of a sum too late, over the next batch: of all steps, but not of each.
-    assert min(fast["data"], slow["data"], fast["dense gradients"], slow["dense gradients"]) > 0
+    # The last rank need not wait for a sum. Gloo's thread may mark the end of one too late, over the next batch.
+    assert min(fast["data"], slow["data"], fast["dense gradients"]) > 0
 
 
 def test_a_trace_without_steps_is_one_step_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

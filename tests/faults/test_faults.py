@@ -12,8 +12,10 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 @pytest.mark.parametrize(
     ("kinds", "faults"),
-    [(["several on one host", "bad sample"], 7), (["several between hosts"], 5)],
-    ids=["on one host", "between hosts"],
+    [
+        pytest.param(["several on one host", "bad sample"], 7, id="on one host", marks=pytest.mark.whole),
+        pytest.param(["several between hosts"], 5, id="between hosts"),
+    ],
 )
 def test_a_fault_loses_no_step(kinds: list[str], faults: int, tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
