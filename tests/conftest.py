@@ -17,6 +17,7 @@ from tests.support.warm_python import WarmPython
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
+_LONGEST = ("test_faults.py", "test_train.py", "test_docs.py", "test_benchmarks.py", "test_resume.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,11 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long proofs to --whole."""
+    """Leave long proofs to --whole, and begin with the longest files: no worker is left alone with one at the end."""
     if not config.getoption("--whole"):
         long = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Seque
     return whole(results)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_a_run_is_bitwise_repeatable_and_resumes_bitwise_also_twice(
     groups: dict[int, Ranks], log: Path, tmp_path: Path, count: int, placement: str, whole_form: bool
