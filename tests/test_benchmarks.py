@@ -82,7 +82,6 @@ def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path) -> N
     assert result["largest_relative_difference"] < 1e-9
 
 
-@pytest.mark.whole
 def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "0.1", "--every", "5", "--out", out]
