@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.support import histories, write_dataset
 from tests.support.ranks import Ranks
+from tests.support.stolen_time import run_undisturbed
 from tests.support.warm_python import WarmPython
 
 settings.register_profile("default", deadline=None, print_blob=True)
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
     items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run what measures time with regard to stolen cores."""
+    if item.get_closest_marker("quiet") is None:
+        return None
+    run_undisturbed(item, nextitem)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,6 @@ def test_rows_that_travel_behind_compute_are_hardly_waited_for(tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.quiet
 def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     options = ["--ranks", "3", "--steps", "1", "--passes", "2", "--calibration", "2", "--out", out]
@@ -191,7 +190,6 @@ def test_every_share_of_many_ranks_is_computed(tmp_path: Path) -> None:
     assert min(result["cost"].values()) >= 0
 
 
-@pytest.mark.quiet
 def test_every_way_is_measured_and_none_brings_other_bytes(tmp_path: Path) -> None:
     out = tmp_path / "transport.json"
     options = ["--ranks", "2", "--exchanges", "60", "--large", "1", "--large-rows", "300000", "--megabytes", "1"]
