@@ -80,12 +80,12 @@ def saved(folder: Path) -> dict[str, LocalRows]:
     return {name: dealt(torch.zeros_like(whole), 0, 1) for name, whole in tensors.items()}
 
 
-def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path, whole_form: bool) -> None:
     parts = saved(tmp_path / "whole")
-    random = np.random.default_rng(0)
+    random, bits = np.random.default_rng(0), 150 if whole_form else 40
     for name in sorted(path.name for path in (tmp_path / "whole").iterdir()):
         content = (tmp_path / "whole" / name).read_bytes()
-        for bit in random.choice(len(content) * 8, min(150, len(content) * 8), replace=False).tolist():
+        for bit in random.choice(len(content) * 8, min(bits, len(content) * 8), replace=False).tolist():
             changed = tmp_path / "changed"
             shutil.copytree(tmp_path / "whole", changed, dirs_exist_ok=True)
             broken = bytearray(content)

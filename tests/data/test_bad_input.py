@@ -207,7 +207,7 @@ def test_every_damaged_file_is_detected(tmp_path: Path, whole_form: bool) -> Non
     names = sorted(file.name for file in (tmp_path / "whole").iterdir())
     rng = np.random.default_rng(2026)
     missed = []
-    for case in range(200 if whole_form else 50):
+    for case in range(200 if whole_form else 20):
         folder = tmp_path / f"case-{case}"
         shutil.copytree(tmp_path / "whole", folder)
         victim = folder / names[int(rng.integers(len(names)))]
@@ -240,13 +240,13 @@ def test_page_checksums_of_other_writers_are_verified(tmp_path: Path) -> None:
     assert "log.parquet" in caught.value.where
 
 
-def test_every_flipped_byte_of_a_data_set_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_a_data_set_is_detected(tmp_path: Path, whole_form: bool) -> None:
     write_dataset(tmp_path / "data", histories([1 + i % 5 for i in range(12)]), rows_per_group=12)
     rng = np.random.default_rng(7)
     unseen = []
     for file in sorted((tmp_path / "data").iterdir()):
         whole = file.read_bytes()
-        for at in range(len(whole)):
+        for at in range(0, len(whole), 1 if whole_form else 5):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
             try:
                 list(loader(tmp_path / "data", features=("rating", "age")))

@@ -138,7 +138,7 @@ def test_with_a_small_log_some_ranks_are_empty_but_all_take_equally_many_steps(t
     assert empty.history.offsets.tolist() == [0]
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     kind=KINDS,
     stops=st.lists(st.integers(1, 80), min_size=1, max_size=3),

@@ -13,7 +13,7 @@ from freescale.train.build import build
 from tests.support.ranks import Ranks, World
 from tests.support.training import apart, held, joined, small, whole
 
-STEPS, WHOLE_STEPS = 16, 50
+STEPS, WHOLE_STEPS = 10, 50
 COST = Cost.hstu(dim=8, layers=2, heads=2)
 RANKING = {"task": {"kind": "ranking", "labels": ("label_click",)}}
 

@@ -16,7 +16,7 @@ from freescale.models.protocol import Rows
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, placed, small, whole
 
-STEPS, WHOLE_STEPS = 50, 200
+STEPS, WHOLE_STEPS = 25, 200
 
 
 @dataclass(frozen=True)

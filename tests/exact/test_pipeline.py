@@ -24,7 +24,7 @@ from tests.support.ranks import Ranks, World
 from tests.support.torchrec_model import batches, outputs, sharded
 from tests.support.training import Arrays, same
 
-STEPS, RUNS = 40, 8
+STEPS, RUNS = 30, 6
 WHOLE_STEPS, WHOLE_RUNS = 200, 50
 FUSED = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 
@@ -126,7 +126,9 @@ def plainly(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", FUSED)
-@pytest.mark.parametrize("shared", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(0.0, marks=pytest.mark.whole), 0.05, pytest.param(0.3, marks=pytest.mark.whole), 1.0]
+)
 def test_prioritized_is_bitwise_serial(
     groups: dict[int, Ranks], whole_form: bool, ranks: int, optimizer: str, shared: float
 ) -> None:

@@ -15,7 +15,7 @@ def failing_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return failing_disk_at(tmp_path_factory.mktemp("disk"))
 
 
-@pytest.mark.parametrize("kind", ["crash", "ENOSPC", "EIO"])
+@pytest.mark.parametrize("kind", ["crash", "ENOSPC", pytest.param("EIO", marks=pytest.mark.whole)])
 def test_no_complete_checkpoint_is_lost_whichever_call_fails(failing_disk: Path, tmp_path: Path, kind: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.faults.disk", str(tmp_path / "run"), kind],

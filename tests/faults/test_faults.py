@@ -13,8 +13,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 @pytest.mark.parametrize(
     ("kinds", "faults"),
     [
+        pytest.param(["cut and mended"], 1, id="a link that is cut and mended"),
         pytest.param(["several on one host", "bad sample"], 7, id="on one host", marks=pytest.mark.whole),
-        pytest.param(["several between hosts"], 5, id="between hosts"),
+        pytest.param(["several between hosts"], 5, id="between hosts", marks=pytest.mark.whole),
     ],
 )
 def test_a_fault_loses_no_step(kinds: list[str], faults: int, tmp_path: Path) -> None:

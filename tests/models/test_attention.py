@@ -136,7 +136,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_results(kind: str, whole_fo
     torch.manual_seed(3)
     config = ModelConfig(kind=kind, dim=8, layers=1, heads=2, dropout=0.0)  # type: ignore[arg-type]
     model = {"hstu": HSTU, "sasrec": SASRec}[kind](config, max_seq_len=LONGEST).double()
-    backend = "inductor" if whole_form or kind == "hstu" else "aot_eager"  # captures the same graph, faster
+    backend = "inductor" if whole_form else "aot_eager"  # captures the same graph, faster
     dynamic = None if whole_form else True  # else it compiles twice: with fixed lengths first
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     for lengths in ([5, 0, 33], [130, 2]):

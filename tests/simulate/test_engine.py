@@ -251,6 +251,7 @@ def test_the_band_contains_the_prediction_and_techniques_reduce_bubbles() -> Non
     assert nothing.step_ms.low < nothing.summary.step_ms < nothing.step_ms.high
 
 
+@pytest.mark.whole
 def test_16_384_ranks_of_50_steps_take_two_minutes_of_one_core_and_two_gigabytes() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(8.93, 0.93, 4000), 1, 21_000).astype(np.int64)
     values, counts = np.unique(lengths, return_counts=True)

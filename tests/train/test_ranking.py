@@ -78,7 +78,14 @@ def by_hand(said: NDArray[Any], was: NDArray[Any]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"train": {"precision": "fp32"}}, {"tables": {"placement": "replicated"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"train": {"precision": "fp32"}}, marks=pytest.mark.whole),
+        pytest.param({"tables": {"placement": "replicated"}}, marks=pytest.mark.whole),
+    ],
+)
 def test_metrics_equal_a_direct_count_on_any_world_size_with_empty_ranks(
     groups: dict[int, Ranks], unseen: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -153,6 +160,7 @@ def trained(world: World, config: RunConfig, folder: str) -> None:
     trainer.close()
 
 
+@pytest.mark.whole
 def test_training_on_a_planted_log_brings_normalised_entropy_near_the_optimum(
     groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
