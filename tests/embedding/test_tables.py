@@ -130,7 +130,7 @@ def compare(world: World, optimizer: str) -> float:
     config = TablesConfig(optimizer=optimizer, lr=0.1)  # type: ignore[arg-type]
     assert dist.group.WORLD is not None
     fused = fused_shard(TABLES, config, dist.group.WORLD, torch.device("cpu"))
-    plain = plain_shard(TABLES, config, rank=world.rank, world_size=world.ranks, dtype=torch.float32)
+    plain = plain_shard(TABLES, config, joined(world), torch.float32)
     for shard in (fused, plain):
         for table in TABLES:
             table.fill(shard.state()[table.name], 0, seed=1, deviation=1.0)
@@ -165,7 +165,7 @@ def in_parts(world: World, optimizer: str, fused: bool) -> bool:
     shards: list[Shard] = [
         fused_shard(TABLES, config, group, torch.device("cpu"))
         if fused
-        else plain_shard(TABLES, config, rank=world.rank, world_size=world.ranks, dtype=torch.float64)
+        else plain_shard(TABLES, config, joined(world), torch.float64)
         for _ in range(2)
     ]
     generator = torch.Generator().manual_seed(world.rank)

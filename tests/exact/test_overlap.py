@@ -53,7 +53,9 @@ def with_late_updates(world: World, config: RunConfig, folder: str) -> tuple[lis
         update(*arguments)
 
     def noting(step: int, tensors: Mapping[str, LocalRows], facts: Mapping[str, Any]) -> None:
-        saved.append({name: rows.to_cpu().local.numpy() for name, rows in tensors.items() if "generator" not in name})
+        saved.append(
+            {name: rows.start_copy_to_host().local.numpy() for name, rows in tensors.items() if "generator" not in name}
+        )
         save(step, tensors, facts)
 
     operations["update_deferred"], writer.save = late, noting  # type: ignore[method-assign]

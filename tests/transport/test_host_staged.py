@@ -21,6 +21,7 @@ class LateCopier(Copier):
     pinned = False
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self._pending: deque[tuple[Tensor, Tensor]] = deque()
         self._count = self._made = 0
 

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
-from freescale.transport.one_sided import OneSided
-from freescale.transport.shared_memory import SharedMemory
+from freescale.transport.shared_memory import SharedMemory, SharedMemoryTransport
 from tests.support.ranks import World
 
 TRANSPORTS = ("c10d", "host_staged", "shared_memory", "two_hosts")
@@ -24,8 +23,10 @@ def transport_named(world: World, name: str) -> Transport:
         _created[name] = {
             "c10d": lambda: group,
             "host_staged": lambda: ChunkedTransport(group),
-            "shared_memory": lambda: OneSided(_memory(group, name, range(world.ranks)), group),
-            "two_hosts": lambda: OneSided(_memory(group, name, _same_half(world)), ChunkedTransport(group)),
+            "shared_memory": lambda: SharedMemoryTransport(_memory(group, name, range(world.ranks)), group),
+            "two_hosts": lambda: SharedMemoryTransport(
+                _memory(group, name, _same_half(world)), ChunkedTransport(group)
+            ),
         }[name]()
     return _created[name]
 

@@ -134,7 +134,7 @@ def calibrate_compute(config: RunConfig, world: World) -> EmulatedCompute:
             products.add([[1.0, len(batch), tokens.sum(), pairs.sum()]], [least])
         fitted = fit(products)
         constants = torch.tensor([*fitted.cost.constants, fitted.step, fitted.error], dtype=torch.float64)
-    sample, token, pair, step, error = world.transport.all_reduce(constants, name="calibration").wait().tolist()
+    sample, token, pair, step, error = world.transport.reduce_values(constants, name="calibration").tolist()
     if not sample + token + pair:
         remedy = "measure a larger model or larger batches"
         raise UsageError("the step time of this model does not depend on its samples", remedy=remedy)
@@ -148,7 +148,7 @@ def compute_only_ms(config: RunConfig, world: World, model: Model, batches: Iter
         what = "an epoch has fewer than 2 batches, so compute cannot be measured without its warm-up step"
         raise UsageError(what, remedy="train for at least 2 steps, on more data or with a smaller data.global_batch")
     mean_ms = torch.tensor(1e3 * statistics.mean(seconds), dtype=torch.float64)
-    return float(world.transport.all_reduce(mean_ms, name="limit").wait()) / world.world_size
+    return float(world.transport.reduce_values(mean_ms, name="limit")) / world.world_size
 
 
 def compute_only_seconds(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> list[float]:
@@ -173,6 +173,6 @@ def compute_only_seconds(config: RunConfig, world: World, model: Model, batches:
 
 
 def _synchronized_time(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -95,7 +95,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
     parallel = _shard_model(config, world, model)
     profiler = StepProfiler(folder, steps=steps, every=steps, device=world.device, timeout=config.train.timeout)
     dense: Any = parallel._dmp_wrapped_module
-    dense.register_comm_hook(None, record_comm_hook(allreduce_hook, profiler.recorder))
+    dense.register_comm_hook(world.group, record_comm_hook(allreduce_hook, profiler.recorder))
     optimizer = build_optimizer(config, [p for n, p in parallel.named_parameters() if "rows." not in n])
     batches = profiler.iterate("data", prefetch(_prepare_batches(config, world, model, counts), _PREFETCH))
     loop = _train_pipelined if pipelined else _train_plain
@@ -107,7 +107,7 @@ def train(config: RunConfig, world: World, folder: Path, model: Model, *, pipeli
             losses.append(loss)
     profiler.close()
     local = torch.stack(losses).double() / world.world_size
-    return world.transport.all_reduce(local, name="losses").wait().tolist()
+    return world.transport.reduce_values(local, name="losses").tolist()
 
 
 def _train_plain(
@@ -155,7 +155,7 @@ def _batches(config: RunConfig, world: World) -> Iterator[Any]:
 def _loss_counts(config: RunConfig, world: World, model: Model) -> list[int]:
     """Return the number of loss terms of every step, summed over all ranks."""
     local = torch.tensor([model.prepare(batch).count for batch in _batches(config, world)])
-    return world.transport.all_reduce(local, name="counts").wait().tolist()
+    return world.transport.reduce_values(local, name="counts").tolist()
 
 
 def _prepare_batches(config: RunConfig, world: World, model: Model, counts: Sequence[int]) -> Iterator[PreparedBatch]:

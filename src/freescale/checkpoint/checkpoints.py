@@ -85,7 +85,7 @@ class CheckpointWriter:
         assert self._saving is None
         replicated = [name for name, rows in tensors.items() if rows.replicated]
         of_others = set(replicated) - set(replicated[self._rank :: self._world_size])
-        own = {name: rows.to_cpu() for name, rows in tensors.items() if name not in of_others}
+        own = tensor_files.copy_to_host({name: rows for name, rows in tensors.items() if name not in of_others})
         all_facts = {"format": _FORMAT, "step": step, "ranks": self._world_size, **facts}
         self._saving = self._thread.submit(self._write, checkpoint_path(self.folder, step), own, all_facts)
 

@@ -62,9 +62,19 @@ class LocalRows:
         """Wrap a tensor of which this rank holds all rows."""
         return LocalRows(tensor, 0, len(_as_rows(tensor)), replicated)
 
-    def to_cpu(self) -> "LocalRows":
-        """Return a copy on the CPU."""
-        return replace(self, local=self.local.detach().cpu().clone())
+    def start_copy_to_host(self) -> "LocalRows":
+        """Return a copy on the host. From a device it is complete when the current stream is: see `copy_to_host`."""
+        source = self.local.detach()
+        copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
+        return replace(self, local=copied.copy_(source, non_blocking=True))
+
+
+def copy_to_host(tensors: Mapping[str, LocalRows]) -> dict[str, LocalRows]:
+    """Copy tensors to the host, each once, by copy engines into pinned memory; the host waits once for all."""
+    copies = {name: rows.start_copy_to_host() for name, rows in tensors.items()}
+    for device in {rows.local.device for rows in tensors.values()} - {torch.device("cpu")}:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class EmbeddingExchange:
         counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._world_size)]
         one_each = [1] * self._world_size
         message = torch.tensor([[*count, int(exhausted)] for count in counts], device=uniques[0].device)
-        received = self._transport.all_to_all(message, one_each, one_each, name="id counts").wait().tolist()
+        received = self._transport.all_to_all(message, one_each, one_each, name="id counts").wait_on_host().tolist()
         if ended := tuple(rank for rank, (*_, flag) in enumerate(received) if flag):
             return AllToAllPlan([], [], {}, ended)
         served = [count for *count, _ in received]

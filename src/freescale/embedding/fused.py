@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from freescale.config import TablesConfig
+from freescale.embedding.sharded import PlainShard
 from freescale.embedding.tables import Table, by_dim
 from freescale.errors import ConfigError, reason
 
@@ -43,10 +44,15 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # advice 
 
 
 class FusedShard:
-    """The rows and optimizers of one or more of TorchRec's sharded collections, in FBGEMM."""
+    """The rows and optimizers of one or more of TorchRec's sharded collections, in FBGEMM.
+
+    On a GPU torch updates the rows where it can: FBGEMM's update is a backward pass, which on the deferred thread would
+    wait in autograd's queue behind that of the step.
+    """
 
     def __init__(self, collections: Sequence["FusedCollection"]) -> None:
         self._collections = collections
+        self._in_torch = [c.plain_shard() for c in collections]
         self._updating, self.lr_lock = threading.Lock(), threading.Lock()
         """`lr_lock` protects the learning rates: an update uses the one that its kernel has at the lookup."""
 
@@ -58,7 +64,10 @@ class FusedShard:
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Update rows by the backward pass of a lookup, which includes the optimizer."""
         with self._updating:
-            for c in self._collections:
+            for c, plain in zip(self._collections, self._in_torch, strict=True):
+                if plain is not None:
+                    plain.update({n: local[n] for n in c.names}, {n: gradients[n] for n in c.names}, lr=lr)
+                    continue
                 with self.lr_lock:
                     output = c.look_up(local, lr[c.names[0]])
                 output.backward(torch.cat([gradients[name] for name in c.names]).view_as(output))
@@ -84,6 +93,15 @@ class FusedCollection:
         # The first feature of a table represents all: ids are deduplicated over them.
         tables = self.kernel.feature_table_map
         self._first = [place == 0 or tables[place - 1] != table for place, table in enumerate(tables)]
+
+    def plain_shard(self) -> PlainShard | None:
+        """Return the rows for updates by torch; None on a CPU, or if the optimizer does more than torch's does here."""
+        options = self.kernel.optimizer_args
+        on_cpu = next(iter(self.weights.values())).device.type == "cpu"
+        if on_cpu or options.weight_decay or options.gradient_clipping or options.max_norm:
+            return None
+        name = next(name for name, kind in _OPTIMIZERS.items() if kind == self.kernel.optimizer)
+        return PlainShard(self.state(), TablesConfig(optimizer=name, eps=options.eps))  # type: ignore[arg-type]
 
     def look_up(self, local: dict[str, Tensor], lr: float) -> Tensor:
         """Look up rows with FBGEMM, for an update with this learning rate."""
@@ -180,7 +198,11 @@ def shard_row_wise(
 
 
 def _topology(group: ProcessGroup, device: torch.device) -> Topology:
+    kind = "cpu" if device.type == "cpu" else "cuda"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    trainer = TrainerConfig(world_size=group.size(), local_world_size=local, ddr_cap_bytes=memory // local)
-    return TopologyFactory.create_topology(trainer, kernel_config=KernelConfig(compute_device=device.type))
+    hbm = None if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]
+    trainer = TrainerConfig(
+        world_size=group.size(), local_world_size=local, hbm_cap_bytes=hbm, ddr_cap_bytes=memory // local
+    )
+    return TopologyFactory.create_topology(trainer, kernel_config=KernelConfig(compute_device=kind))

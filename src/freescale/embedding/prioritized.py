@@ -204,8 +204,8 @@ def _take(values: dict[str, V]) -> dict[str, V]:
 def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Mark tensors of another stream as used by this one, since they are freed before that stream waits for it."""
     for value in values.values():
-        if value.is_cuda:
-            value.record_stream(torch.cuda.current_stream(value.device))
+        if value.device.type != "cpu":
+            value.record_stream(torch.accelerator.current_stream(value.device))
     return values
 
 

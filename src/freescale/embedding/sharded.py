@@ -5,11 +5,13 @@ shard in `fused`.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from freescale import deterministic
 from freescale.config import RunConfig, TablesConfig
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
@@ -47,7 +49,7 @@ class PlainShard:
         for name, gradient in gradients.items():
             weight = self._state[name]
             rows, index = deduplicate(local[name], rows=len(weight))
-            total = weight.new_zeros(len(rows), weight.shape[1]).index_add_(0, index, gradient)
+            total = deterministic.index_add_(weight.new_zeros(len(rows), weight.shape[1]), index, gradient)
             weight.index_add_(0, rows, total.mul_(self._rate(name, rows, total, lr[name])), alpha=-1)
 
     def _rate(self, name: str, rows: Tensor, total: Tensor, lr: float) -> Tensor | float:
@@ -66,15 +68,14 @@ class PlainShard:
         return dict(self._state)
 
 
-def plain_shard(
-    tables: Sequence[Table], config: TablesConfig, *, rank: int, world_size: int, dtype: torch.dtype
-) -> PlainShard:
+def plain_shard(tables: Sequence[Table], config: TablesConfig, world: World, dtype: torch.dtype) -> PlainShard:
     """Allocate the local rows of tables."""
-    owned = {table.name: len(table.owned(rank, world_size)) for table in tables}
-    state = {table.name: torch.zeros(owned[table.name], table.dim, dtype=dtype) for table in tables}
+    allocate = partial(torch.zeros, dtype=dtype, device=world.device)
+    owned = {table.name: len(table.owned(world.rank, world.world_size)) for table in tables}
+    state = {table.name: allocate(owned[table.name], table.dim) for table in tables}
     if config.optimizer != "sgd":
         width = {table.name: table.dim if config.optimizer == "adagrad" else 1 for table in tables}
-        state |= {f"{name}.sum": torch.zeros(rows, width[name], dtype=dtype) for name, rows in owned.items()}
+        state |= {f"{name}.sum": allocate(rows, width[name]) for name, rows in owned.items()}
     return PlainShard(state, config)
 
 
@@ -116,17 +117,17 @@ def shard_tables(
 ) -> ShardedTables:
     """Build and initialize the local rows: in FBGEMM, or in plain torch where FBGEMM lacks the precision.
 
-    On a CPU, torch updates FBGEMM's rows too: the same arithmetic in a seventh of the time.
+    Torch updates FBGEMM's rows too. On a CPU the same arithmetic takes a seventh of the time. On a GPU a backward pass
+    on the deferred thread would wait in autograd's queue behind that of the step.
     """
     if dtype == torch.float32:
         from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
 
-        shard: Shard = fused_shard(tables, config.tables, world.group, world.device)
-        if world.device.type == "cpu":
-            shard = PlainShard(shard.state(), config.tables)
+        fused = fused_shard(tables, config.tables, world.group, world.device)
+        shard = PlainShard(fused.state(), config.tables)
     else:
         warning_once(f"tables are plain torch: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
-        shard = plain_shard(tables, config.tables, rank=world.rank, world_size=world.world_size, dtype=dtype)
+        shard = plain_shard(tables, config.tables, world, dtype)
     fill(tables, shard.state(), config, world)
     return ShardedTables(tables, shard, transport)
 

@@ -180,7 +180,7 @@ class _ExchangedBatches:
     ) -> None:
         self._loader, self._lengths_of, self._planner, self._rank = loader, lengths_of, planner, rank
         self._format, self._exchange = batch_format, exchange
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ class _ExchangedBatches:
 
     def _balance(self, exchange: SampleExchange, start: int) -> Iterator[Any]:
         if self._device is not None:  # the current device is per thread, and a DataLoader pins memory for it
-            torch.cuda.set_device(self._device)
+            torch.accelerator.set_device_index(self._device)
         batches = itertools.islice(self._loader, start, None)
         for step in itertools.count(start):
             batch = next(batches, None)

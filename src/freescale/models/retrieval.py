@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
+from freescale import deterministic
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.models.encoders import build_encoder
@@ -141,7 +142,7 @@ def _loss_by_product(
     """Compute the scores of all rows and select the sampled ones."""
     scores = output @ rows.T
     loss, gradient = _cross_entropy(scores.gather(1, sampled), masked)
-    scores.zero_().scatter_add_(1, sampled, gradient)
+    deterministic.scatter_add_(scores.zero_(), sampled, gradient)
     torch.mm(scores, rows, out=d_output)
     d_rows.addmm_(scores.T, output)
     return loss
@@ -154,7 +155,7 @@ def _loss_by_gather(
     gathered = rows[sampled]
     loss, gradient = _cross_entropy(torch.einsum("td,tkd->tk", output, gathered), masked)
     d_output.copy_(torch.einsum("tk,tkd->td", gradient, gathered))
-    d_rows.index_add_(0, sampled.flatten(), (gradient[:, :, None] * output[:, None]).flatten(0, 1))
+    deterministic.index_add_(d_rows, sampled.flatten(), (gradient[:, :, None] * output[:, None]).flatten(0, 1))
     return loss
 
 

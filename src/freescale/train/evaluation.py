@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from freescale import deterministic
 from freescale.config import RunConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
@@ -64,7 +65,7 @@ def build_evaluation(
 
 
 def _retrieval_metrics(batches: Iterator[Batch], corpus: "Corpus", config: RunConfig, world: World) -> dict[str, float]:
-    sums = world.transport.all_reduce(sum_retrieval_metrics(corpus, batches), name="metrics").wait()
+    sums = world.transport.reduce_values(sum_retrieval_metrics(corpus, batches), name="metrics")
     metrics = retrieval_means(sums)
     if not metrics["users"]:
         raise _no_targets_error(config)
@@ -329,8 +330,8 @@ def _tie_averaging_auc() -> Any:
             predictions, labels, weights = (torch.cat(state, dim=-1)[0] for state in states)
             _, group = predictions.unique(return_inverse=True)
             zeros = predictions.new_zeros(len(predictions)).double()
-            positive = zeros.index_add(0, group, (labels * weights).double())
-            share = positive / zeros.index_add(0, group, weights.double())
+            positive = deterministic.index_add_(zeros.clone(), group, (labels * weights).double())
+            share = positive / deterministic.index_add_(zeros.clone(), group, weights.double())
             setattr(self, auc.LABELS, [share[group].nan_to_num(0.0).float()[None]])
             return super()._compute()
 

@@ -115,7 +115,7 @@ def gather_samples(samples: Sequence[int], transport: C10d) -> list[int]:
     """Return the sorted sample ids of all ranks."""
     row = torch.full((_GATHERED_SAMPLES + 1,), -1, device=transport.device)
     row[: len(samples[:_GATHERED_SAMPLES])] = torch.tensor(samples[:_GATHERED_SAMPLES], dtype=torch.int64)
-    gathered = transport.all_gather(row, name="nonfinite samples").wait()
+    gathered = transport.all_gather(row, name="nonfinite samples").wait_on_host()
     return sorted(set(gathered[gathered >= 0].tolist()))
 
 

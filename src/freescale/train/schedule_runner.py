@@ -82,7 +82,8 @@ class SideStream(Streams):
     """A device stream for the deferred lane. Not tested on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, torch.Stream(device)
+        # High priority: its kernels are short and start between those of compute, not behind them.
+        self._device, self._side = device, torch.Stream(device, priority=-1)
 
     def deferred(self) -> AbstractContextManager[object]:
         """Launch work on the side stream."""

@@ -176,7 +176,7 @@ class Step:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
         values = [state.loss_terms, int(state.stop), int(self.partially_applied)]
         transport = self._transports.for_lane(operation.lane)
-        summed = transport.all_reduce(torch.tensor(values, device=self._world.device), name="count").wait()
+        summed = transport.all_reduce(torch.tensor(values, device=self._world.device), name="count").wait_on_host()
         count, stop, partially_applied = summed.tolist()
         state.loss_terms, state.stop, state.partially_applied = count, stop > 0, partially_applied > 0
 
@@ -250,6 +250,7 @@ class Step:
         """Decide whether the dense gradient can be used, before any update."""
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
         state.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self._world.transport.synchronize("dense gradients")
         state.fault = self.grad_norm_monitor.fault(float(state.grad_norm))
         state.embedding.skip_update = bool(state.fault)
         if state.fault or not state.finite:

@@ -184,8 +184,8 @@ class Trainer:
             return
         reading, world = self._meter.read(), self.components.world
         proposal = self.checkpoints.propose_next(reading.seconds_per_step) if world.is_rank_zero else 0
-        values = torch.tensor([*reading.sums, proposal], dtype=torch.float64, device=world.device)
-        *sums, next_save = world.transport.all_reduce(values, name="progress").wait().tolist()
+        values = torch.tensor([*reading.sums, proposal], dtype=torch.float64)
+        *sums, next_save = world.transport.reduce_values(values, name="progress").tolist()
         self.checkpoints.set_next(int(next_save))
         entry = reading.entry(sums) | {"lr": state.rates.dense, "tables_lr": state.rates.tables}
         self._metrics.log_progress(done, entry, seconds_left=(steps - done) * reading.seconds_per_step)

@@ -1,6 +1,7 @@
 """The interface of all transports, and the error that names unresponsive ranks when a transfer fails.
 
-Waits of the host have a timeout. GPU streams wait without one: NCCL's watchdog ends a transfer that takes too long.
+Waits of the host have a timeout. GPU streams wait without one, so the host waits for completion before it reads what a
+transfer wrote.
 Finding unresponsive ranks costs nothing until a wait fails: the rank then sets its key in the store. Ranks that still
 wait poll the store, fail as well and set theirs. After a grace period, the ranks without a key are reported.
 """
@@ -23,6 +24,7 @@ _GRACE_SECONDS = 2.5
 POLL_SECONDS = 1.0
 """How often a waiting rank checks whether another has failed; less than the grace period."""
 _STORE_SECONDS = 5.0
+_DEVICE_POLL_SECONDS = 5e-5
 _FAILED = "freescale/failed"
 
 
@@ -38,6 +40,18 @@ class Peers:
         """Raise if a wait of another rank failed."""
         if _call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
             raise RuntimeError("another rank has given up")
+
+    def wait_until(self, is_completed: Callable[[], bool], seconds: float) -> None:
+        """Poll a transfer of a device until it has completed; raise after so many seconds or if a peer failed."""
+        began = polled = time.monotonic()
+        while not is_completed():
+            now = time.monotonic()
+            if now - began > seconds:
+                raise RuntimeError(f"not completed after {seconds:.0f} s")
+            if now - polled > POLL_SECONDS:
+                self.raise_if_peer_failed()
+                polled = now
+            time.sleep(_DEVICE_POLL_SECONDS)
 
     def unresponsive_ranks(self) -> list[int]:
         """Report a failure of this rank and return the ranks that report none within the grace period."""
@@ -108,7 +122,10 @@ class Work(Protocol[Out]):
     """The pending result of a transfer, like `torch.distributed.Work`."""
 
     def wait(self) -> Out:
-        """Wait for the transfer and return its result."""
+        """Wait for the transfer and return its result. On a GPU only the current stream waits."""
+
+    def wait_on_host(self) -> Out:
+        """Wait on the host until the transfer has completed, at most for the timeout. For values that it reads."""
 
 
 class Transport(Protocol):
@@ -149,6 +166,8 @@ class CompletedWork(Generic[T]):
         """Return the result."""
         return self.value
 
+    wait_on_host = wait
+
 
 @dataclass(frozen=True)
 class PendingWork(Generic[T]):
@@ -160,6 +179,15 @@ class PendingWork(Generic[T]):
     block: Callable[[float], None]
     """Blocks until the transfer completes; raises RuntimeError on failure or after so many seconds."""
     result: Callable[[], T]
+    is_completed: Callable[[], bool] = lambda: True
+    """Whether the bytes have arrived, asked after `block` has returned."""
+
+    def wait_on_host(self) -> T:
+        """Wait until the transfer has completed; a device has no timeout of its own that names ranks."""
+        result = self.wait()
+        with self.transport.peers.guard(self.operation):
+            self.transport.peers.wait_until(self.is_completed, self.transport.timeout)
+        return result
 
     def wait(self) -> T:
         """Wait for the transfer and return its result."""

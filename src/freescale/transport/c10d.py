@@ -25,7 +25,7 @@ class C10d:
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, timeout: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
         self.timeout, self.group = timeout, group
-        self.device = torch.device("cuda" if "nccl" in group.name() else "cpu")
+        self.device = device_of(group)
         self._tracer_factory: TracerFactory | None = None
         self._in_flight: dict[dist.Work, tuple[float, int]] = {}
         """Start time and bytes on the link, by transfer."""
@@ -56,14 +56,17 @@ class C10d:
         launch = partial(dist.all_reduce, values, op, group=self.group, async_op=True)
         return self._start(launch, name, values.nbytes, lambda: values)
 
+    def reduce_values(self, values: Tensor, *, name: str, op: _ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a few values of the host, or of any device, over all ranks, and return them on the host."""
+        return self.all_reduce(values.to(self.device), name=name, op=op).wait_on_host().cpu()
+
     def sum(self, number: int, *, name: str) -> int:
         """Return the sum of one integer over all ranks. Also serves as a barrier."""
-        return int(self.all_reduce(torch.tensor([number], device=self.device), name=name).wait()[0])
+        return int(self.reduce_values(torch.tensor(number), name=name))
 
     def max(self, number: int, *, name: str) -> int:
         """Return the maximum of one integer over all ranks."""
-        values = torch.tensor([number], device=self.device)
-        return int(self.all_reduce(values, name=name, op=dist.ReduceOp.MAX).wait()[0])
+        return int(self.reduce_values(torch.tensor(number), name=name, op=dist.ReduceOp.MAX))
 
     def all_reduce_gradients(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum the gradients of a bucket over all ranks. A DDP communication hook."""
@@ -73,12 +76,19 @@ class C10d:
 
     def busy(self, rate: float = 0.0) -> bool:
         """Return whether a transfer of this rank may be moving bytes: see `Transport`."""
-        transfers = [entry for work, entry in list(self._in_flight.items()) if not work.is_completed()]
+        self._drop_completed()
+        transfers = list(self._in_flight.values())
         if not transfers or not rate:
             return bool(transfers)
         # They share the link, so together they get the time that all their bytes need.
         since, sizes = zip(*transfers, strict=True)
         return time.monotonic() - min(since) < _SLACK_SECONDS + _SLACK * sum(sizes) / rate
+
+    def synchronize(self, name: str) -> None:
+        """Wait on the host until every transfer of a device has completed, at most for the timeout."""
+        if self.device.type != "cpu":
+            with self.peers.guard(name):
+                self.peers.wait_until(lambda: not self.busy(), self.timeout)
 
     @contextmanager
     def guard(self, name: str) -> Iterator[None]:
@@ -98,22 +108,28 @@ class C10d:
             work = launch()
         assert work is not None  # this rank is in the group
         finish = self._track(work, size)
-        return PendingWork(name, self, tracer, partial(self._wait, work), lambda: finish(result()))
+        return PendingWork(name, self, tracer, partial(self._wait, work), lambda: finish(result()), work.is_completed)
 
     def _track(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
-        """Count a transfer as in flight until its result passes through the returned function."""
+        """Count a transfer as in flight until it completes, at the latest on a CPU when its result is used."""
+        self._drop_completed()
         self._in_flight[work] = time.monotonic(), size
 
         def finish(result: Tensor) -> Tensor:
-            self._in_flight.pop(work, None)
+            if self.device.type == "cpu":  # on a device only the stream has waited
+                self._in_flight.pop(work, None)
             return result
 
         return finish
 
+    def _drop_completed(self) -> None:
+        for work in [work for work in list(self._in_flight) if work.is_completed()]:
+            self._in_flight.pop(work, None)
+
     def _wait(self, work: dist.Work, seconds: float) -> None:
         """Wait for a transfer, checking for failed peers meanwhile."""
         if self.device.type != "cpu":
-            work.wait()  # the stream waits, not the host; NCCL's watchdog enforces the timeout
+            work.wait()  # the stream waits, not the host
             return
         until = time.monotonic() + seconds
         while (remaining := until - time.monotonic()) > POLL_SECONDS:
@@ -123,3 +139,12 @@ class C10d:
                 break
             self.peers.raise_if_peer_failed()
         work.wait(timedelta(seconds=max(0.0, remaining)))  # raises the error, if any
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where the tensors of a group must be: on this rank's accelerator, unless gloo moves them."""
+    accelerator = torch.accelerator.current_accelerator()
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if accelerator is None or backends.get(accelerator.type, "gloo") == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -21,9 +21,9 @@ from freescale.transport.base import CompletedWork, TracerFactory, Transport, Wo
 from freescale.transport.c10d import C10d
 from freescale.transport.host_staged import Copier, CopyEvent, Staging
 
-CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 8 << 20}
+CHUNK_BYTES = {"cpu": 1 << 19, "gpu": 8 << 20}
 """For transfers that yield: two chunks take a few milliseconds on a slow link, and well below one on a fast one."""
-LARGE_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+LARGE_CHUNK_BYTES = {"cpu": 4 << 20, "gpu": 16 << 20}
 """For transfers that do not yield."""
 _POLL_SECONDS = 2e-4
 _IN_FLIGHT = 2
@@ -39,7 +39,7 @@ class ChunkedTransport(Transport):
     def __init__(self, transport: C10d, *, urgent: Transport | None = None, copier: Copier | None = None) -> None:
         self.peers, self.timeout = transport.peers, transport.timeout
         self._transport, self._urgent = transport, urgent
-        self._staging = Staging(copier or Copier())
+        self._staging = Staging(copier or Copier(transport.device))
         self._rates: deque[float] = deque(maxlen=_RATE_SAMPLES)
 
     def add_tracer(self, tracer: TracerFactory | None) -> None:
@@ -61,14 +61,15 @@ class ChunkedTransport(Transport):
         outgoing, incoming = ([*chunks, *[empty] * (own_count - len(chunks))] for chunks in (outgoing, incoming))
         self._exchange(outgoing, incoming, name)
         self._staging.copier.wait_for_copies()
-        more = int(peer_counts.max()) - own_count
+        more = int(peer_counts.max()) - own_count  # on a GPU the host waits for the copies
         self._exchange([empty] * more, [empty] * more, name)
         return CompletedWork(out)
 
     def all_reduce(self, values: Tensor, *, name: str) -> CompletedWork[Tensor]:
         """Sum a few values over all ranks, in place."""
         self._yield_to_urgent()
-        return CompletedWork(self._transport.all_reduce(values, name=name).wait())
+        reduced = self._transport.all_reduce(values.to(self._transport.device), name=name).wait()
+        return CompletedWork(values.copy_(reduced))
 
     def busy(self, rate: float = 0.0) -> bool:
         """Return whether a chunk may be moving."""
@@ -76,7 +77,8 @@ class ChunkedTransport(Transport):
 
     def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_TransferChunk"]:
         """Cut the rows of every rank into chunks; each chunk holds some bytes of every rank."""
-        size = (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[rows.device.type] // self.peers.world_size
+        place = "cpu" if rows.device.type == "cpu" else "gpu"
+        size = (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[place] // self.peers.world_size
         parts = [as_bytes(part) for part in rows.contiguous().split(list(counts))]
         # Both ranks of a pair compute the same cuts, independent of other pairs.
         cuts = [part.split(max(1, size, -(-len(part) // _MAX_CHUNKS))) for part in parts]
@@ -93,7 +95,7 @@ class ChunkedTransport(Transport):
             staged += [self._staging.stage(chunk.flat) for chunk in outgoing[number : number + 1]]
             while len(in_flight) >= (_IN_FLIGHT if staged else 1):
                 work, sent, received, began = in_flight.popleft()
-                self._staging.unstage(work.wait(), received.flat)
+                self._staging.unstage(work.wait_on_host(), received.flat)
                 sharing = 1 + (len(in_flight) > 0)
                 self._add_rate(sharing * (sum(sent.sizes) - sent.sizes[self.peers.rank]), time.monotonic() - began)
 

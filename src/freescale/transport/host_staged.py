@@ -1,11 +1,13 @@
-"""Staging buffers in host memory between a device and the network: chunks are copied in, sent, and copied back.
+"""Staging buffers between rows and the network: chunks are copied in, sent, and copied back.
 
-The buffers are pinned, so a copy engine moves the bytes while the device computes. They rotate: one is filled while
-another is sent and a third is copied from. On a CPU the same code runs with synchronous copies.
+The buffers rotate: one is filled while another is sent and a third is copied from. They are where the group can send
+from. For a GPU whose rows take the CPU network they are pinned host memory, so a copy engine moves the bytes while the
+device computes.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,10 +25,14 @@ class CopyEvent(Protocol):
 
 
 class Copier:
-    """Makes copies in order. This base makes the synchronous copies of a CPU."""
+    """Makes copies on one device, in the order of its current stream. No host has to wait for them."""
 
     pinned = False
     """Whether host memory must be pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffer_device = device
+        """Where the buffers of the chunks are: where the group can send from."""
 
     def begin(self) -> None:
         """Order later copies after the compute issued so far."""
@@ -40,18 +46,19 @@ class Copier:
         return self
 
     def synchronize(self) -> None:
-        """Return at once: synchronous copies are complete."""
+        """Return at once: what uses the buffers follows the copies, on a CPU and on a stream."""
 
     def wait_for_copies(self) -> None:
         """Order later compute after the copies started so far."""
 
 
 class StreamCopier(Copier):
-    """Copies of a device on a separate stream. Not tested on a GPU."""
+    """Copies between a device and pinned host memory, on a separate stream. Not tested on a GPU."""
 
     pinned = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
         self._device, self._stream = device, torch.Stream(device)
 
     def begin(self) -> None:
@@ -63,7 +70,7 @@ class StreamCopier(Copier):
         with self._stream:
             into.copy_(source, non_blocking=True)
         for tensor in (into, source):
-            if tensor.device == self._device:
+            if tensor.device.type != "cpu":
                 tensor.record_stream(self._stream)
 
     def mark(self) -> CopyEvent:
@@ -76,11 +83,11 @@ class StreamCopier(Copier):
 
 
 class Staging:
-    """Rotating host buffers for chunks, as bytes. They grow to the largest chunk and stay allocated."""
+    """Rotating buffers for chunks, as bytes. They grow to the largest chunk and stay allocated."""
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
-        self._outgoing, self._incoming = (_BufferRing(pinned=copier.pinned) for _ in range(2))
+        self._outgoing, self._incoming = (_BufferRing(copier) for _ in range(2))
         self._copied_back: deque[CopyEvent] = deque(maxlen=_BUFFERS - 1)
 
     def stage(self, parts: Sequence[Tensor]) -> tuple[Tensor, CopyEvent]:
@@ -104,18 +111,19 @@ class Staging:
 
 
 class _BufferRing:
-    """Host buffers that are used in rotation."""
+    """Buffers that are used in rotation."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned, self._index = pinned, 0
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+    def __init__(self, copier: Copier) -> None:
+        self._index = 0
+        self._allocate = partial(torch.empty, dtype=torch.uint8, device=copier.buffer_device, pin_memory=copier.pinned)
+        self._memory = [self._allocate(0)] * _BUFFERS
 
     def next(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the next buffer, sized for parts end to end."""
         self._index = (self._index + 1) % _BUFFERS
         size = sum(map(len, parts))
         if len(self._memory[self._index]) < size:
-            self._memory[self._index] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory[self._index] = self._allocate(size)
         return self._memory[self._index][:size]
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -25,8 +26,7 @@ from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
 from freescale.transport.host_staged import Copier, StreamCopier
-from freescale.transport.one_sided import OneSided
-from freescale.transport.shared_memory import SharedMemory
+from freescale.transport.shared_memory import SharedMemory, SharedMemoryTransport
 from freescale.transport.world import World, clone_group, host_of_each_rank, new_group
 
 TRANSPORTS = ("c10d", "host_staged", "shared_memory", "copy_engine")
@@ -73,8 +73,8 @@ class TransportFactory:
         hosts = host_of_each_rank(world.transport).tolist()
         self._local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         reasons = [self._unavailable_reason(name, hosts) for name in TRANSPORTS]
-        flags = torch.tensor([bool(reason) for reason in reasons], dtype=torch.int32, device=world.device)
-        anywhere = world.transport.all_reduce(flags, name="transports", op=dist.ReduceOp.MAX).wait().tolist()
+        flags = torch.tensor([bool(reason) for reason in reasons], dtype=torch.int32)
+        anywhere = world.transport.reduce_values(flags, name="transports", op=dist.ReduceOp.MAX).tolist()
         checked = zip(TRANSPORTS, reasons, anywhere, strict=True)
         self.unavailable = {name: reason or "another rank cannot" for name, reason, missing in checked if missing}
         """Reasons by name."""
@@ -89,10 +89,9 @@ class TransportFactory:
             )
             key = f"transport.{'urgent' if urgent is None else 'deferred'}"
             raise ConfigError(f"{what}: {self.unavailable[name]}", key=key, remedy=remedy)
-        group = self._world.transport if urgent is None else clone_group(self._world.transport)
-        copier = Copier()
+        group, copier = self._group(name, urgent=urgent is None), Copier(self._world.transport.device)
         if name == "host_staged" and self._world.device.type != "cpu":
-            group, copier = new_group(timeout=group.timeout), StreamCopier(self._world.device)
+            copier = StreamCopier(self._world.device)
         # Deferred transfers are chunked so that they can yield; urgent ones only if they pass through the host.
         is_chunked = urgent is not None or name == "host_staged"
         transport: C10d | ChunkedTransport = (
@@ -101,13 +100,19 @@ class TransportFactory:
         memory_name = str(next(_memory_numbers))
         if name == "shared_memory":
             memory = SharedMemory(group.peers, self._local_ranks, name=memory_name, timeout=group.timeout)
-            return OneSided(memory, transport)
+            return SharedMemoryTransport(memory, transport)
         if name == "copy_engine":
             from freescale.transport.copy_engine import CopyEngine
 
-            engine = CopyEngine(self._world.group, group.peers, name=memory_name, timeout=group.timeout)
-            return OneSided(engine, transport)
+            return CopyEngine(self._world.group, transport, name=memory_name)
         return transport
+
+    def _group(self, name: str, *, urgent: bool) -> C10d:
+        """Return the group of a lane. On a GPU, urgent rows do not queue behind the dense gradients either."""
+        shared, on_cpu = self._world.transport, self._world.device.type == "cpu"
+        if name == "host_staged" and not on_cpu:
+            return new_group(timeout=shared.timeout)
+        return shared if urgent and on_cpu else clone_group(shared, urgent=urgent)
 
     def _unavailable_reason(self, name: str, hosts: Sequence[int]) -> str:
         """Return why this rank cannot use a transport; empty if it can."""
@@ -118,7 +123,7 @@ class TransportFactory:
                 return "this system has no memory without a name"
             return "every rank has a host of its own" if len(set(hosts)) == len(hosts) else ""
         if name == "copy_engine":
-            if self._world.device.type != "cuda":
+            if self._world.device.type == "cpu":
                 return "the rows are not on a GPU"
             from freescale.transport.copy_engine import unavailable_reason
 
@@ -158,7 +163,7 @@ def transport_for_samples(name: str, *, timeout: float) -> tuple[Transport, NDAr
         return group, hosts
     local_ranks = np.flatnonzero(hosts == hosts[group.peers.rank]).tolist()
     memory = SharedMemory(group.peers, local_ranks, name=str(next(_memory_numbers)), timeout=timeout)
-    return OneSided(memory, group), hosts
+    return SharedMemoryTransport(memory, group), hosts
 
 
 def best_transport(timings: Sequence[TransportTiming], lane: str) -> str:
@@ -190,10 +195,10 @@ def probe(
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
     turns = [(size, *item) for _ in range(rounds) for size in sizes for item in transports.items()]
     for size, name, transport in track(turns, "measuring transports", in_background=False):
-        sample = _measure(_transfer(transport, size, device), control, compute)
+        sample = _measure(_transfer(transport, size, device), control, compute, device)
         samples.setdefault((name, size), []).append(sample)
     medians = torch.tensor([[median(column) for column in zip(*times, strict=True)] for times in samples.values()])
-    slowest = control.all_reduce(medians.to(device), name="probe", op=dist.ReduceOp.MAX).wait().tolist()
+    slowest = control.reduce_values(medians, name="probe", op=dist.ReduceOp.MAX).tolist()
     return [TransportTiming(*key, *times) for key, times in zip(samples, slowest, strict=True)]
 
 
@@ -201,7 +206,8 @@ class ProbeCompute:
     """Matrix products to run while bytes move."""
 
     def __init__(self, device: torch.device) -> None:
-        self._matrix = torch.rand(192 if device.type == "cpu" else 4096, device=device).expand(192, -1).contiguous()
+        size = 192 if device.type == "cpu" else 2048  # 256 tiles of 128 x 128: more than a GPU has SMs
+        self._matrix = torch.rand(size, device=device).expand(size, -1).contiguous()
         self._product = self._matrix @ self._matrix.T
 
     def rate_until(self, done: Callable[[], bool]) -> float:
@@ -209,8 +215,8 @@ class ProbeCompute:
         count, began = 0, time.perf_counter()
         while not done():
             torch.mm(self._matrix, self._matrix.T, out=self._product)
-            if self._product.is_cuda:
-                torch.accelerator.synchronize()
+            if self._product.device.type != "cpu":
+                torch.accelerator.current_stream(self._product.device).synchronize()
             count += 1
         return count / (time.perf_counter() - began)
 
@@ -228,13 +234,15 @@ def _transfer(transport: Transport, size: int, device: torch.device) -> Callable
 
     def transfer() -> None:
         transport.all_to_all(rows, counts, counts, name="probe").wait()
-        if rows.is_cuda:
-            torch.accelerator.synchronize()
+        if rows.device.type != "cpu":
+            torch.accelerator.current_stream(rows.device).synchronize()
 
     return transfer
 
 
-def _measure(transfer: Callable[[], None], control: C10d, compute: ProbeCompute) -> tuple[float, float]:
+def _measure(
+    transfer: Callable[[], None], control: C10d, compute: ProbeCompute, device: torch.device
+) -> tuple[float, float]:
     """Return the seconds of a transfer, and the compute seconds that it costs."""
     transfer()
     estimate = _time(transfer, control, 1)
@@ -244,10 +252,16 @@ def _measure(transfer: Callable[[], None], control: C10d, compute: ProbeCompute)
     undisturbed = compute.rate_for(seconds * repeats)
     began = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(lambda: [transfer() for _ in range(repeats)])
+        moving = pool.submit(_on_own_stream, lambda: [transfer() for _ in range(repeats)], device)
         disturbed = compute.rate_until(moving.done)
         moving.result()  # raises its error
     return seconds, max(0.0, 1 - disturbed / undisturbed) * (time.perf_counter() - began) / repeats
+
+
+def _on_own_stream(run: Callable[[], object], device: torch.device) -> None:
+    """Run in a thread that uses this rank's device, and a stream beside that of compute."""
+    with nullcontext() if device.type == "cpu" else torch.Stream(device):
+        run()
 
 
 def _time(transfer: Callable[[], None], control: C10d, repeats: int) -> float:

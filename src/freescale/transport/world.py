@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from freescale.transport.c10d import C10d
 
 _SLACK_SECONDS = 1.0
 """Time beyond the timeout for calls that enforce it themselves."""
+_WATCHDOG_SECONDS = 60.0
+_DEFERRED_CTAS = 4
+"""SMs that a deferred transfer may take from compute."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,18 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
     `device`: by default the GPU, if there is one.
     """
     rank, world_size, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = device or ("cpu" if accelerator is None else accelerator.type)
+    place = torch.device("cpu") if kind == "cpu" else torch.device(kind, local)
+    if place.type != "cpu":
+        torch.accelerator.set_device_index(place)
     else:
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local)
     store: dist.Store = dist.HashStore() if world_size == 1 else _store(rank, world_size, timeout)
-    backend = "nccl" if place.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(place)
     with _exit_on_hang(Peers(rank, world_size, store), "joining the group", timeout):
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend, store=store, rank=rank, world_size=world_size, timeout=_group_timeout(place, timeout)
         )
     group = _world_group()
     return World(rank, world_size, place, group, C10d(group, store, timeout=timeout))
@@ -97,14 +101,39 @@ def new_group(process_group: dist.ProcessGroup | None = None, *, timeout: float)
     return clone_group(C10d(process_group or _world_group(), store, timeout=timeout), backend="gloo")
 
 
-def clone_group(transport: C10d, *, backend: str | None = None) -> C10d:
-    """Create another group of the same ranks, whose transfers are independent of the first. Collective."""
-    ranks, timeout = dist.get_process_group_ranks(transport.group), timedelta(seconds=transport.timeout)
+def clone_group(transport: C10d, *, backend: str | None = None, urgent: bool = False) -> C10d:
+    """Create another group of the same ranks, whose transfers are independent of the first. Collective.
+
+    `urgent`: on GPUs, its kernels start before those of compute; the others use few SMs.
+    """
+    ranks = dist.get_process_group_ranks(transport.group)
+    on_device = transport.device.type != "cpu" and backend is None
+    timeout = _group_timeout(transport.device, transport.timeout)
     with _exit_on_hang(transport.peers, "opening a group", transport.timeout):
         part = len(ranks) < dist.get_world_size()  # other ranks do not take part
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=part)
+        group = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=_nccl_options(urgent=urgent) if on_device else None,
+            use_local_synchronization=part,
+        )
     assert isinstance(group, dist.ProcessGroup)
     return C10d(group, transport.peers.store, timeout=transport.timeout)
+
+
+def _nccl_options(*, urgent: bool) -> Any:
+    """Return the options of a communicator: urgent ones have a stream of high priority, deferred ones few CTAs."""
+    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options.is_high_priority_stream = urgent
+    if not urgent:
+        options.config.max_ctas = _DEFERRED_CTAS
+    return options
+
+
+def _group_timeout(device: torch.device, seconds: float) -> timedelta:
+    """Return the timeout of a group. NCCL's watchdog ends the process and names no rank, so it comes last."""
+    return timedelta(seconds=seconds if device.type == "cpu" else seconds + _WATCHDOG_SECONDS)
 
 
 def _world_group() -> dist.ProcessGroup:
@@ -115,7 +144,9 @@ def _world_group() -> dist.ProcessGroup:
 def host_of_each_rank(transport: C10d) -> NDArray[np.int64]:
     """Return the host number of each rank. A network namespace counts as a host. Collective."""
     own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
-    names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait().cpu().numpy()
+    names = (
+        transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait_on_host().cpu().numpy()
+    )
     return np.unique(names, return_inverse=True)[1].ravel()
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
+from freescale import deterministic
 from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
@@ -132,11 +133,11 @@ class TorchPairs:
         _mask_(F.silu(score, inplace=True), batch, rows)
         _mask_(d_score, batch, rows)
         by_sample = d_score.unflatten(0, (batch.samples, -1)).sum(1)
-        self._d_time.index_add_(0, buckets.flatten(), by_sample.flatten())
+        deterministic.index_add_(self._d_time, buckets.flatten(), by_sample.flatten())
         if batch.bucket.history is None:
             _add_diagonals_(by_sample.sum(0), self._d_position)
         else:
-            self._d_position.index_add_(0, _distance(batch, rows).flatten(), by_sample.flatten())
+            deterministic.index_add_(self._d_position, _distance(batch, rows).flatten(), by_sample.flatten())
 
     def bias_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of position and time, summed over all blocks so far."""

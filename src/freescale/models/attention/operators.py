@@ -32,7 +32,7 @@ def select_implementation(q: Tensor) -> ModuleType:
     """Return Triton kernels for GPUs, else blocks of padded matrices. Logs the choice."""
     if q.device.type == "cpu":
         return blocks
-    if q.device.type == "cuda" and q.dtype != torch.float64 and _has_triton():
+    if q.dtype != torch.float64 and _has_triton():
         from freescale.models.attention import triton_launch
 
         info_once("attention: Triton kernels")
