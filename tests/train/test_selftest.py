@@ -1,8 +1,12 @@
 """Selftest passes where everything is correct, and fails where it is not."""
 
+import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from freescale.models.attention import blocks
@@ -12,12 +16,15 @@ from tests.support import freescale
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
+SMALL = "[!r]*"
+"""All checks but "repeatable", "resumed" and the recipes, which have full size."""
 
-def outcomes(world: World) -> list[CheckOutcome]:
-    return Selftest(joined(world)).run()
+
+def outcomes(world: World, folder: str, only: str) -> list[CheckOutcome]:
+    return Selftest(joined(world), Path(folder), only=only).run()
 
 
-def outcomes_with_a_fault(world: World) -> list[CheckOutcome]:
+def outcomes_with_a_fault(world: World, folder: str) -> list[CheckOutcome]:
     """One rank says that parts are filled which it wrote elsewhere."""
     take = SharedMemory.take
 
@@ -27,31 +34,62 @@ def outcomes_with_a_fault(world: World) -> list[CheckOutcome]:
 
     SharedMemory.take = elsewhere  # type: ignore[method-assign]
     try:
-        return Selftest(joined(world)).run()
+        return Selftest(joined(world), Path(folder), only="*shared_memory").run()
     finally:
         SharedMemory.take = take  # type: ignore[method-assign]
 
 
-def attention_with_a_fault(world: World) -> CheckOutcome:
+def attention_with_a_fault(world: World, folder: str) -> CheckOutcome:
     """Only rank 1 computes attention wrongly."""
-    selftest, right = Selftest(joined(world)), blocks.forward
+    right = blocks.forward
     if world.rank == 1:
         blocks.forward = lambda x: right(x) * 1.01
     try:
-        return selftest._outcome("attention", selftest._attention)
+        (outcome,) = Selftest(joined(world), Path(folder), only="attention").run()
+        return outcome
     finally:
         blocks.forward = right
 
 
 def test_a_failed_check_is_shown_and_the_command_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert freescale(["selftest", "--nproc", "1"]) == 0
+    command = ["selftest", "--nproc", "1", "--only", "[a-c]*", "--out", str(tmp_path)]
+    assert freescale(command) == 0
     assert "nothing failed" in capsys.readouterr().out
     right = blocks.forward
     monkeypatch.setattr(blocks, "forward", lambda x: right(x) * 1.01)
-    assert freescale(["selftest", "--nproc", "1"]) == 1
+    assert freescale(command) == 1
     assert "\n1 failed" in capsys.readouterr().out
+    report = json.loads((tmp_path / "selftest.json").read_text())
+    (failed,) = [check for check in report["checks"] if check["status"] == "failed"]
+    assert failed["check"] == "attention"
+    assert "AssertionError: torch.float32 is off by" in failed["trace"]
+    assert report["facts"]["packages"]["torch"] == torch.__version__
+    assert "Trace of attention" in (tmp_path / "selftest.html").read_text()
+
+
+def outcomes_with_a_hang(world: World, folder: str, reached: str) -> None:
+    """Rank 1 does not come to the collective of a check."""
+    here = joined(world)
+    if world.rank == 1:
+        Selftest._device = lambda _: time.sleep(600)  # type: ignore[assignment, method-assign]
+
+    def write(outcomes: list[CheckOutcome]) -> None:
+        (Path(reached) / str(world.rank)).write_text(f"{outcomes[-1].check}: {outcomes[-1].why}\n{outcomes[-1].trace}")
+
+    Selftest(here, Path(folder), only="device", on_timeout=write, seconds=2.0).run()
+
+
+def test_a_check_that_hangs_ends_the_rank_after_its_stacks_are_written(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    with pytest.raises(EOFError):
+        ranks.run(outcomes_with_a_hang, str(tmp_path), str(tmp_path), timeout=30)
+    ranks.close()
+    written = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert all(f"device: rank {rank}: did not end within 2 s" in text for rank, text in enumerate(written))
+    assert "time.sleep(600)" in written[1]
+    assert "outcome of" in written[0] or "transport.max" in written[0]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +99,8 @@ def two() -> Iterator[Ranks]:
     started.close()
 
 
-def test_no_check_fails_on_a_correct_installation(two: Ranks) -> None:
-    one, other = two.run(outcomes)
+def test_no_check_fails_on_a_correct_installation(two: Ranks, tmp_path: Path, whole_form: bool) -> None:
+    one, other = two.run(outcomes, str(tmp_path), "*" if whole_form else SMALL, timeout=600)
     assert one == other
     by_check = {outcome.check: outcome for outcome in one}
     assert {name for name, outcome in by_check.items() if outcome.status == "not possible"} == {
@@ -74,16 +112,23 @@ def test_no_check_fails_on_a_correct_installation(two: Ranks) -> None:
     assert by_check["copy engine"].why == "the rows are not on a GPU"
 
 
-def test_lost_rows_are_detected(two: Ranks) -> None:
-    one, other = two.run(outcomes_with_a_fault)
+def test_runs_repeat_and_resume_and_a_recipe_trains(two: Ranks, tmp_path: Path) -> None:
+    for only in ("re[ps]*", "recipe tiny"):
+        for found in two.run(outcomes, str(tmp_path), only):
+            assert [(o.check, o.status, o.why) for o in found if o.status != "passed"] == []
+    assert not list(tmp_path.glob("resumed-*"))
+
+
+def test_lost_rows_are_detected(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.run(outcomes_with_a_fault, str(tmp_path))
     by_check = {outcome.check: outcome for outcome in one}
     assert {name for name, outcome in by_check.items() if outcome.status == "failed"} == {"transport shared_memory"}
     assert by_check["prioritized over shared_memory"].why == "the transport itself failed"
     assert any("exchanges delivered wrong rows" in outcome.why for outcome in [*one, *other])
 
 
-def test_a_check_that_fails_on_one_rank_fails_on_all(two: Ranks) -> None:
-    one, other = two.run(attention_with_a_fault)
+def test_a_check_that_fails_on_one_rank_fails_on_all(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.run(attention_with_a_fault, str(tmp_path))
     assert (one.status, one.why) == ("failed", "on another rank")
     assert other.status == "failed"
     assert other.why.startswith("rank 1: torch.float32 is off by ")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from freescale.cli.options import Flag, parse, print_json, print_table, require_gpu, say
@@ -13,7 +14,7 @@ _TIMEOUT = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestOptions:
-    """Run every transport and every technique for a few steps. Exits with 0 only if none fails.
+    """Run every transport, technique, kernel and recipe for a few steps. Exits with 0 only if none fails.
 
     freescale selftest --nproc 2
     """
@@ -22,6 +23,12 @@ class SelftestOptions:
     """Device to test."""
     nproc: int = 2
     """Ranks to start on this machine; under torchrun or SLURM, those that were started."""
+    out: Path = Path("selftest")
+    """Folder for selftest.json and selftest.html: outcomes, timings, traces, versions and topology.
+
+    On several hosts: one that all of them see, or the check of resuming is left out."""
+    only: str = "*"
+    """Checks to run: a name, or a pattern such as "transport *"."""
     json: Flag = False
     """Print the outcomes as JSON."""
     quiet: Flag = False
@@ -34,12 +41,18 @@ def run_selftest(argv: Sequence[str], prog: str) -> int:
     if (code := launch_ranks(["selftest", *argv], nproc=options.nproc)) is not None:
         return code
     with progress("starting"):
-        from freescale.train.selftest import Selftest
+        from freescale.train import selftest_report
+        from freescale.train.selftest import CheckOutcome, Selftest
         from freescale.transport.world import destroy_world, init_world
 
         require_gpu(options.device)
         world = init_world(timeout=_TIMEOUT, device=options.device)
-    outcomes = Selftest(world).run()
+    facts = selftest_report.facts(world)
+
+    def write_own(outcomes: list[CheckOutcome]) -> None:
+        selftest_report.write(options.out / f"rank-{world.rank}", facts, outcomes)
+
+    outcomes = Selftest(world, options.out, only=options.only, on_timeout=write_own).run()
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.is_rank_zero and options.json:
         print_json([asdict(outcome) for outcome in outcomes])
@@ -47,6 +60,10 @@ def run_selftest(argv: Sequence[str], prog: str) -> int:
         title = f"selftest, {world.world_size} ranks on {world.device.type}"
         rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
         print_table(title, ["check", "outcome", "why"], rows, words=(0, 1, 2))
-        say(f"{failed} failed" if failed else "nothing failed")
+        say(f"{failed} failed" if failed else "nothing failed", f"report: {options.out / selftest_report.PAGE}")
+    if world.is_rank_zero:
+        selftest_report.write(options.out, facts, outcomes)
+    elif any(outcome.trace for outcome in outcomes):
+        write_own(outcomes)
     destroy_world()
     return 1 if failed else 0

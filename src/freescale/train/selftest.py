@@ -1,13 +1,21 @@
-"""Checks every transport and every technique for correctness on the machines where it runs, in seconds.
+"""Checks every transport, technique, kernel and recipe for correctness on the machines where it runs.
 
 Each check is a method whose docstring states the guarantee. It returns why it is not possible here, or an empty text,
-and raises if the guarantee does not hold. All ranks run all checks together.
+and raises if the guarantee does not hold. All ranks run all checks together, from the smallest upwards. A check that
+does not end in time ends the process, after the stacks of its threads are written.
 """
 
 import logging
+import os
+import shutil
+import sys
 import tempfile
+import threading
+import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.checkpoint import checkpoints
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
+from freescale.config.recipes import RECIPES
 from freescale.data import synthetic
 from freescale.errors import reason
 from freescale.log import handled_by
@@ -27,6 +37,9 @@ from freescale.transport.selection import TRANSPORTS, TransportFactory
 from freescale.transport.world import World
 
 _STEPS, _EXCHANGES = 8, 40
+_RECIPE_STEPS, _RECIPE_HISTORY = 2, 64
+_CHECK_SECONDS = 300.0
+"""What a check may take; waits inside have the shorter timeout of the transport."""
 _FAILED = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 _STATUS: tuple[Literal["passed"], Literal["not possible"], Literal["failed"]] = ("passed", "not possible", "failed")
@@ -39,40 +52,98 @@ class CheckOutcome:
     check: str
     status: Literal["passed", "not possible", "failed"]
     why: str
+    seconds: float = field(default=0.0, compare=False)
+    trace: str = field(default="", compare=False)
+    """Traceback of this rank, or the stacks of its threads if the check did not end."""
+
+
+OnTimeout = Callable[[list[CheckOutcome]], None]
+"""Called with the outcomes so far, before the process ends because a check does not."""
 
 
 class Selftest:
     """All checks in order; `run` returns their outcomes, the same on every rank."""
 
-    def __init__(self, world: World) -> None:
-        self._world, self._transports = world, TransportFactory(world)
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        *,
+        only: str = "*",
+        on_timeout: OnTimeout = lambda _: None,
+        seconds: float = _CHECK_SECONDS,
+    ) -> None:
+        """`folder`: for a run that all ranks resume. `only`: pattern of names. `seconds`: what a check may take."""
+        self._world, self._shared, self._only = world, folder, only
+        self._on_timeout, self._seconds = on_timeout, seconds
+        self._transports = TransportFactory(world)
         self._broken: set[str] = set()
+        self._outcomes: list[CheckOutcome] = []
 
     def run(self) -> list[CheckOutcome]:
         """Run every check on every rank, whatever fails."""
+        self._outcomes = []
         with tempfile.TemporaryDirectory() as folder:
             synthetic.write_log(Path(folder) / "data", "ml1m", users=200, catalogue=300)
             self._folder = Path(folder)
-            checks = track(self._checks().items(), "checking", unit="checks")
-            return [self._outcome(name, check) for name, check in checks]
+            checks = {name: check for name, check in self._checks().items() if fnmatch(name, self._only)}
+            for name, check in track(checks.items(), "checking", unit="checks"):
+                self._outcomes.append(self._outcome(name, check))
+        return self._outcomes
 
     def _checks(self) -> dict[str, Callable[[], str]]:
+        """Return the checks by name, the smallest first."""
+        first = {"device": self._device, "collectives": self._collectives}
         each = {f"transport {name}": partial(self._transport, name) for name in TRANSPORTS}
+        kernels = {"attention": self._attention, "copy engine": self._copy_engine}
         priority = {f"prioritized over {name}": partial(self._prioritized, name) for name in TRANSPORTS}
-        rest = {"balanced": self._balanced, "attention": self._attention, "copy engine": self._copy_engine}
-        return {**each, **priority, **rest}
+        training = {"repeatable": self._repeatable, "balanced": self._balanced, "resumed": self._resumed}
+        recipes = {f"recipe {name}": partial(self._recipe, name) for name in RECIPES}
+        return {**first, **each, **kernels, **priority, **training, **recipes}
 
     def _outcome(self, name: str, check: Callable[[], str]) -> CheckOutcome:
         """Run a check; return the worst outcome of any rank."""
+        began, trace = time.monotonic(), ""
+        timer = threading.Timer(self._seconds, self._end, [name])
+        timer.daemon = True
+        timer.start()
         try:
             why = check()
             status = 1 if why else 0
         except Exception as error:  # any error is a failed check; the other checks still run
-            why, status = f"rank {self._world.rank}: {reason(error)}", _FAILED
-        worst = self._world.transport.max(status, name=f"outcome of {name}")
+            why, status, trace = f"rank {self._world.rank}: {reason(error)}", _FAILED, traceback.format_exc()
+        try:
+            worst = self._world.transport.max(status, name=f"outcome of {name}")
+        finally:
+            timer.cancel()
         if worst == _FAILED:
             self._broken.add(name.removeprefix("transport "))
-        return CheckOutcome(name, _STATUS[worst], why if status == worst else "on another rank")
+        why = why if status == worst else "on another rank"
+        return CheckOutcome(name, _STATUS[worst], why, round(time.monotonic() - began, 3), trace)
+
+    def _end(self, name: str) -> None:
+        """End the process of a check that does not end: nothing else stops a call that hangs in a library."""
+        why = f"rank {self._world.rank}: did not end within {self._seconds:.0f} s"
+        outcome = CheckOutcome(name, "failed", why, self._seconds, stacks())
+        self._on_timeout([*self._outcomes, outcome])
+        os._exit(1)
+
+    def _device(self) -> str:
+        """Products and sums on this device are those of the CPU, to rounding."""
+        values = torch.linspace(-1, 1, 64 * 48, dtype=torch.float64).view(64, 48)
+        here = values.to(self._world.device)
+        for got, expected in ((here @ here.T, values @ values.T), (here.sum(0), values.sum(0))):
+            _require(torch.allclose(got.cpu(), expected, rtol=1e-12, atol=1e-12), "a product or a sum is wrong")
+        return ""
+
+    def _collectives(self) -> str:
+        """Sums and gathers over all ranks hold the value of every rank."""
+        transport, world_size = self._world.transport, self._world.world_size
+        gathered = transport.all_gather(torch.tensor([self._world.rank], device=transport.device), name="ranks")
+        _require(gathered.wait_on_host().flatten().tolist() == list(range(world_size)), "a rank is missing")
+        total = transport.sum(self._world.rank + 1, name="ranks")
+        _require(total == world_size * (world_size + 1) // 2, f"the ranks sum up to {total}")
+        return ""
 
     def _transport(self, name: str) -> str:
         """Uneven all-to-alls of every dtype, empty ones included, deliver each row to its target rank."""
@@ -110,6 +181,59 @@ class Selftest:
             _require(torch.equal(value, prioritized[name]), f"{name} differs after {_STEPS} steps")
         return ""
 
+    def _repeatable(self) -> str:
+        """Two runs with one seed give the same bits."""
+        one, other = self._train(self._config()), self._train(self._config())
+        for name, value in one.items():
+            _require(torch.equal(value, other[name]), f"{name} differs after {_STEPS} steps")
+        return ""
+
+    def _resumed(self) -> str:
+        """A run that is saved, ended and resumed gives the bits of an uninterrupted one."""
+        run = self._new_shared_folder()
+        if run is None:
+            return f"{self._shared} is not one folder for all ranks"
+        whole = self._train(self._config())
+        half = replace(self._config(), train=replace(self._config().train, max_steps=_STEPS // 2))
+        self._train(half, run)
+        resumed = self._train(self._config(), run)
+        if self._world.is_rank_zero:
+            shutil.rmtree(run)
+        for name, value in whole.items():
+            _require(torch.equal(value, resumed[name]), f"{name} differs after {_STEPS} steps")
+        return ""
+
+    def _new_shared_folder(self) -> Path | None:
+        """Return an empty folder that every rank sees, if there is one."""
+        transport, is_first = self._world.transport, self._world.is_rank_zero
+        number = transport.max(os.getpid() if is_first else 0, name="name of the shared folder")
+        folder = self._shared / f"resumed-{number:.0f}"
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        transport.max(0, name="the shared folder exists")
+        is_missing = transport.max(0 if folder.is_dir() else 1, name="the shared folder is seen")
+        return None if is_missing else folder
+
+    def _recipe(self, name: str) -> str:
+        """The recipe trains on this device: its model, in full size, on short histories."""
+        config = RECIPES[name]
+        data = self._folder / "ranking" if config.task.kind == "ranking" else self._folder / "data"
+        if config.task.kind == "ranking" and not data.exists():
+            synthetic.write_planted_log(data, users=64)
+        samples = 2 * self._world.world_size
+        history = min(config.data.max_history, _RECIPE_HISTORY)
+        config = replace(
+            config,
+            data=replace(config.data, path=str(data), global_batch=samples, max_history=history, workers=0, shards=8),
+            transport=TransportConfig(urgent="c10d", deferred="c10d"),
+            train=replace(config.train, max_steps=_RECIPE_STEPS, epochs=1, timeout=self._world.transport.timeout),
+        )
+        weights = self._train(config)
+        wrong = [key for key, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+        _require(not wrong, f"not finite after {_RECIPE_STEPS} steps: {', '.join(wrong)}")
+        return ""
+
     def _balanced(self) -> str:
         """Balanced batches train the same as unbalanced ones, to rounding in fp64."""
         if self._world.world_size == 1:
@@ -124,7 +248,7 @@ class Selftest:
 
     def _attention(self) -> str:
         """HSTU attention on this device computes the result and gradients of the reference."""
-        limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type == "cuda" else {})
+        limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type != "cpu" else {})
         for dtype, limit in limits.items():
             problem = AttentionProblem.edge_cases(heads=2, width=25, dtype=dtype, device=self._world.device)
             error_of = relative_errors(problem, hstu_attention)
@@ -154,12 +278,14 @@ class Selftest:
             train=TrainConfig(max_steps=_STEPS, lr=0.01, timeout=self._world.transport.timeout),
         )
 
-    def _train(self, config: RunConfig) -> dict[str, Tensor]:
-        """Train a few steps; return the dense weights and this rank's rows."""
+    def _train(self, config: RunConfig, run: Path | None = None) -> dict[str, Tensor]:
+        """Train a few steps, in a new folder or from the checkpoint of `run`; return weights and this rank's rows."""
         from freescale.train.build import build  # torchrec takes seconds to import
 
         with tempfile.TemporaryDirectory() as folder, handled_by(logging.NullHandler()):
-            trainer = build(config, self._world, Path(folder), quiet=True)
+            trainer = build(config, self._world, run or Path(folder), quiet=True)
+            if run is not None and checkpoints.complete_checkpoints(run / "checkpoints"):
+                trainer.checkpoints.resume()
             trainer.fit()
             trainer.close()
             tables = trainer.components.tables
@@ -170,3 +296,10 @@ class Selftest:
 def _require(holds: bool, text: str) -> None:
     if not holds:
         raise AssertionError(text)
+
+
+def stacks() -> str:
+    """Return the stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(i, i)}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames)

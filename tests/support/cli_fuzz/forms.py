@@ -209,7 +209,12 @@ FORMS = {
         ),
         weight=0.4,
     ),
-    "selftest": Form((), ("--nproc", "1"), (Option("--device", "choice", ("cpu", "cuda")), _NPROC, _JSON), weight=0.3),
+    "selftest": Form(
+        (),
+        ("--nproc", "1", "--only", "device"),
+        (Option("--device", "choice", ("cpu", "cuda")), _NPROC, _JSON),
+        weight=0.3,
+    ),
     "evaluate": Form((_RUN,), (), (*_TRAINED, _JSON), weight=7),
     "predict": Form((_RUN, _OUT), (), (*_TRAINED, Option("--k", "int", ("1", "10", "100"))), output="out", weight=7),
     "export": Form((_RUN, _OUT), (), _TRAINED, output="out", weight=7),
