@@ -307,3 +307,18 @@ def test_a_step_is_measured_in_every_way_and_all_ways_learn_the_same(tmp_path: P
         assert one["bitwise"] or one["variant"] in ("balance", "everything", "TorchRec", "TorchRec SparseDist"), one
         assert one["largest_relative"] < (1e-9 if one["precision"] == "fp64" else 1e-4), one
     assert "compute alone" in (tmp_path / "step-heavy-2-emulated.html").read_text()
+
+
+def test_launches_and_host_synchronizations_of_a_step_are_counted(tmp_path: Path) -> None:
+    out = tmp_path / "budget.json"
+    command = [sys.executable, BENCHMARKS / "gpu_budget.py", "--steps", "3", "--json", "--out", out]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    budget = json.loads(printed.splitlines()[-1])
+    assert set(budget) == {"main_syncs", "deferred_syncs", "launches", "layers", "reports"}
+    assert (budget["layers"], budget["reports"]) == (2, 0)
+    (result,) = json.loads(out.read_text())["results"]
+    for total, table in (("launches", "launches_by_line"), ("main_syncs", "syncs_by_line")):
+        counted = [
+            count for thread, _, _, count in result[table] if thread != "freescale-deferred" or total == "launches"
+        ]
+        assert sum(counted) == budget[total] > 0

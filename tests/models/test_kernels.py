@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from freescale.models.attention.triton_launch import attention_schedule, schedule_tiles, split_into_blocks
 from freescale.models.jagged import is_visible
 from tests.models.attention_cases import batches, errors, inputs, layout_of, upstream
+from tests.support.vgpu import standins
 
 SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
 """Heads and widths of the recipes."""
@@ -153,3 +155,38 @@ def test_parts_of_a_split_block_are_joined_once_each() -> None:
     ]
     assert sorted(slots[slots >= 0].tolist()) == joined
     assert len(joined) > 64
+
+
+def compared_with_stand_in(batch: Batch) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the differences between the kernels and their stand-in on virtual GPUs, and the launches of each."""
+    from freescale.models.attention import blocks, triton_kernels, triton_launch
+
+    class Counting:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            launches[-1] += 1
+            return self._kernel[grid]
+
+    for name in ("forward", "backward_rows", "backward_columns", "join"):
+        setattr(triton_kernels, name, Counting(getattr(triton_kernels, name)))
+    torch.set_num_threads(1)
+    layout = layout_of(*batch)
+    x = inputs(layout, heads=2, width=25, longest=max(batch[0]), dtype=torch.float32)
+    launches = [0]
+    result = {"forward": triton_launch.forward(x) - blocks.forward(x)}
+    launches.append(0)
+    pairs = zip(triton_launch.backward(x, upstream(x.v)), blocks.backward(x, upstream(x.v)), strict=True)
+    result |= {f"backward {number}": kernel - other for number, (kernel, other) in enumerate(pairs)}
+    of_kernel = dict(zip(("forward", "backward"), launches, strict=True))
+    return {name: float(difference.abs().max()) for name, difference in result.items()}, of_kernel
+
+
+def test_the_stand_in_on_virtual_gpus_computes_what_the_kernels_do_and_counts_their_launches(
+    interpreter: ProcessPoolExecutor,
+) -> None:
+    differences, launches = interpreter.submit(compared_with_stand_in, ([65, 3, 130], None)).result()
+    assert max(differences.values()) < 1e-4, differences
+    counted = {entry.replaces.rpartition(".")[2]: entry.launches for entry in standins.TABLE if entry.launches}
+    assert counted == launches

@@ -40,6 +40,7 @@ class RendezvousPoint(NamedTuple):
     file: str
     hosts: Sequence[str]
     """Network namespaces of the ranks, if they run in a lab."""
+    on_virtual_gpus: bool
 
 
 class RankError(Exception):
@@ -47,15 +48,16 @@ class RankError(Exception):
 
 
 class Ranks:
-    """Processes that form one gloo group."""
+    """Processes that form one group: over gloo, or of virtual GPUs."""
 
-    def __init__(self, ranks: int, lab: Lab | None = None) -> None:
+    def __init__(self, ranks: int, lab: Lab | None = None, *, on_virtual_gpus: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torchrec"])
         # This process serves the store, so any rank may die. Hosts of a lab cannot reach it and use a file.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory()
-        point = RendezvousPoint(self._store.port, f"{self._folder.name}/store", lab.hosts if lab else ())
+        hosts = lab.hosts if lab else ()
+        point = RendezvousPoint(self._store.port, f"{self._folder.name}/store", hosts, on_virtual_gpus)
         self._sent = 0
         self._pipes: list[Connection] = []
         self.processes = []
@@ -127,7 +129,13 @@ def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, envi
     store: dist.Store = dist.FileStore(point.file, ranks) if point.hosts else dist.TCPStore("127.0.0.1", point.port)
     if point.hosts:
         enter(point.hosts[rank * len(point.hosts) // ranks])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    backend = "gloo"
+    if point.on_virtual_gpus:
+        from tests.support import vgpu
+
+        vgpu.install(os.path.dirname(point.file), index=rank, count=ranks)
+        backend = "vccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     world = World(rank, ranks, store)
     while (task := pipe.recv()) is not None:
         number, function, arguments = task

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -53,12 +54,18 @@ def _table(name: str, rows: int, features: list[str], dim: int) -> EmbeddingConf
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, sample, values)
+    number = torch.arange(len(lengths), device=lengths.device)
+    is_of_sample = number[:, None] == torch.repeat_interleave(number, lengths)
+    return is_of_sample.to(values.dtype) @ values
 
 
 def sharded(
-    world: World, sharder: EmbeddingCollectionSharder, kind: type[UserModel] = UserModel
+    world: World,
+    sharder: EmbeddingCollectionSharder,
+    kind: type[UserModel] = UserModel,
+    group: dist.ProcessGroup | None = None,
+    *,
+    data_parallel: bool = True,
 ) -> DistributedModelParallel:
     """Return the model sharded over all ranks, with the same weights for every sharder."""
     torch.manual_seed(5)
@@ -70,11 +77,11 @@ def sharded(
             for name in ("item", "user", "shop")
         },
     )
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
     sharders: list[Any] = [sharder]
-    plan = planner.collective_plan(model, sharders, group)
-    parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    plan, env = planner.collective_plan(model, sharders, group), ShardingEnv.from_process_group(group)
+    parallel = DistributedModelParallel(model, env, torch.device("cpu"), plan, sharders, data_parallel)
     for name, weight in parallel.state_dict().items():
         if "embeddings" in name:
             (shard,) = weight.local_shards()

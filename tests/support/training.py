@@ -46,7 +46,8 @@ def joined(world: World, timeout: float = 60.0) -> worlds.World:
     """What `transport.world.join` gives, for a rank of the tests."""
     group = dist.group.WORLD
     assert group is not None
-    return worlds.World(world.rank, world.ranks, torch.device("cpu"), group, C10d(group, world.store, timeout=timeout))
+    transport = C10d(group, world.store, timeout=timeout)
+    return worlds.World(world.rank, world.ranks, transport.device, group, transport)
 
 
 def chosen(batch: Batch, index: list[int]) -> Batch:
@@ -136,7 +137,7 @@ def held(trainer: Trainer) -> Arrays:
     parts = trainer.components
     dense = {f"dense.{name}": value for name, value in parts.module.state_dict().items()}
     tables = {} if parts.tables is None else parts.tables.shard.state()
-    return {name: value.detach().numpy().copy() for name, value in (dense | tables).items()}
+    return {name: value.detach().cpu().numpy().copy() for name, value in (dense | tables).items()}
 
 
 def whole(of_ranks: list[Arrays]) -> Arrays:
