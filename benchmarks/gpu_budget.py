@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks
 from tests.support.stolen_time import run_undisturbed
 from tests.support.warm_python import WarmPython

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from freescale import log
-from tests.support import ListHandler
+from tests.support.in_process import ListHandler
 
 
 def test_each_distinct_text_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

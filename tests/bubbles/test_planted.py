@@ -27,7 +27,7 @@ from freescale.models.protocol import Inputs
 from freescale.models.retrieval import Retrieval
 from freescale.train.build import build
 from freescale.train.trainer import Trainer
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.lab import Lab, lab
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small

@@ -14,7 +14,8 @@ import pytest
 from freescale import log
 from freescale.checkpoint.run_folder import checkpoint_path
 from freescale.train.build import build
-from tests.support import ListHandler, histories, write_dataset
+from tests.support.datasets import histories, write_dataset
+from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, small, whole
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from freescale.cli.main import COMMANDS, main
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 
 
 def test_the_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import freescale
+from tests.support.in_process import freescale
 
 SMALL = ["--train.max-steps", "1", "--train.evaluate-every", "0", "--quiet"]
 

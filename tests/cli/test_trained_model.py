@@ -12,7 +12,7 @@ import pytest
 
 from freescale.checkpoint.run_folder import complete_checkpoints
 from freescale.config import load
-from tests.support import freescale
+from tests.support.in_process import freescale
 
 COLUMNS = ["--user", "user", "--item", "item", "--time", "time"]
 TRAIN = ["train", "tiny", "--restarts", "0", "--train.epochs", "4", "--train.max-steps", "3"]

@@ -15,7 +15,7 @@ from freescale.config import DataConfig
 from freescale.data.dataset import Dataset
 from freescale.data.loader import Loader
 from freescale.errors import DataError
-from tests.support import histories, ids, lists, loader, write_dataset
+from tests.support.datasets import histories, ids, lists, loader, write_dataset
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6]
 BAD = 5  # the row that the faults below are in

@@ -9,7 +9,7 @@ import torch
 
 from freescale.data.batch import Split
 from freescale.data.vocabulary import ItemVocabulary
-from tests.support import histories, ids, lists, loader, write_dataset
+from tests.support.datasets import histories, ids, lists, loader, write_dataset
 
 LENGTHS = [1 + (7 * i) % 23 for i in range(300)]
 

@@ -16,7 +16,7 @@ from freescale.data.event_log import LogColumns
 from freescale.data.text_log import CsvStyle
 from freescale.data.validation import Quarantine
 from freescale.errors import DataError, UsageError
-from tests.support import loader
+from tests.support.datasets import loader
 
 PUBLIC = Path(os.environ.get("FREESCALE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 """Public logs that may not be redistributed. Without them only synthetic logs are tested."""

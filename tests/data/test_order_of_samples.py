@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freescale.data.order import Cursor, EpochOrder, Permutation, RowGroupLayout, derive_key
 from freescale.errors import ConfigError
-from tests.support import histories, ids, loader, steps_over_ranks, write_dataset
+from tests.support.datasets import histories, ids, loader, steps_over_ranks, write_dataset
 
 RANKS = (1, 2, 3, 4, 8, 64)
 KINDS = st.sampled_from(["shuffle", "log"])

@@ -12,7 +12,7 @@ import pytest
 from freescale.cli.main import main
 from freescale.data import synthetic
 from freescale.data.synthetic import CANDIDATES, CHANCES, EVENTS, GROUPS, PlantedItems
-from tests.support import loader
+from tests.support.datasets import loader
 
 USERS, CATALOGUE = 4000, 64
 

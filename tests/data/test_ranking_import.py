@@ -12,7 +12,7 @@ import pytest
 
 from freescale.cli.main import main
 from tests.data.imported import import_events, rows
-from tests.support import histories, loader
+from tests.support.datasets import histories, loader
 
 EVENTS = "user,item,time,price\nu,c,3,30\nu,a,1,10\nu,b,2,20\nv,a,2,5\nw,z,9,1\n"
 SHOWN = """user,item,time,click,like

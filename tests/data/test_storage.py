@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 from freescale.data import dataset, synthetic, writer
 from freescale.data.dataset import Dataset
 from freescale.errors import DataError
-from tests.support import histories, ids, loader, write_dataset
+from tests.support.datasets import histories, ids, loader, write_dataset
 
 
 class CountingFileSystem(LocalFileSystem):

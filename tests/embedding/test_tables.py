@@ -16,7 +16,7 @@ from freescale.embedding.ids import UniqueIds, deduplicate, split
 from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
 from freescale.embedding.tables import Table
 from freescale.errors import ConfigError
-from tests.support import ListHandler
+from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 

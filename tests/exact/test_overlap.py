@@ -13,7 +13,7 @@ from freescale.overlap.executor import Executor
 from freescale.overlap.schedule import overlapped
 from freescale.train.build import build
 from freescale.train.metrics_logger import read_entries
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, same, small, whole
 

@@ -19,7 +19,7 @@ from freescale.config.schema import TransportName
 from freescale.embedding.prioritized import RowOperations
 from freescale.transport.base import PendingWork
 from freescale.transport.c10d import C10d
-from tests.support import ListHandler
+from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.torchrec_model import batches, outputs, sharded
 from tests.support.training import Arrays, same

@@ -9,7 +9,7 @@ import torch
 from freescale.data.loader import Loader
 from freescale.embedding.tables import ReplicatedTables, Table
 from freescale.train.sharded_model import SequenceModule, build_model
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.training import small
 
 CASES: dict[str, dict[str, Any]] = {

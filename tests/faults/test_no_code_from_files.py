@@ -27,7 +27,7 @@ from freescale.data import histories, importers
 from freescale.data.validation import Quarantine
 from freescale.errors import DataError
 from freescale.train import curves
-from tests.support import ids, loader
+from tests.support.datasets import ids, loader
 from tests.support.fuzz import TARGETS, accepts
 from tests.support.fuzz_training_inputs import some_histories, valid_data
 from tests.support.fuzz_training_outputs import some_steps, valid_run

@@ -16,7 +16,7 @@ import freescale as fs
 from freescale import log
 from freescale.errors import DataError, UsageError
 from freescale.integrations.ddp import events_from_nested, nested_from_events
-from tests.support import ListHandler
+from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 
 SAMPLES, BATCH, EPOCHS, ITEMS = 90, 4, 2, 50

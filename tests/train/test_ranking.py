@@ -18,7 +18,7 @@ from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.train.build import build
-from tests.support import histories, lists, write_dataset
+from tests.support.datasets import histories, lists, write_dataset
 from tests.support.ranks import RankError, Ranks, World
 from tests.support.training import PLACES, chosen, joined, small
 

@@ -12,7 +12,7 @@ from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.train.build import build
 from freescale.train.evaluation import Corpus, TargetRanks, retrieval_means, retrieval_sums
-from tests.support import histories, write_dataset
+from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 

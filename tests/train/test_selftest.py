@@ -12,7 +12,7 @@ from torch import Tensor
 from freescale.models.attention import blocks
 from freescale.train.selftest import CheckOutcome, Selftest
 from freescale.transport.shared_memory import SharedMemory
-from tests.support import freescale
+from tests.support.in_process import freescale
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 

@@ -54,9 +54,9 @@ class Runner:
 
     def __init__(self, *, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        script = Path(__file__).with_name("zygote.py")
+        command = [sys.executable, "-m", "tests.support.cli_fuzz.zygote"]
         self._zygote = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT
         )
 
     def __enter__(self) -> "Runner":

@@ -1,17 +1,13 @@
 """Runs commands in processes that are forked from one that has imported torch, since importing it takes seconds.
 
-Started as a script. It reads one request per line of stdin and writes one reply per line of stdout. A request names the
-words of the command, its folder and its environment; the reply holds the exit code, what was printed, and the processes
-that the command left behind. No thread runs here, so that a fork is safe; polars starts one when it is imported, and is
-therefore left to the commands.
+Started by python -m. It reads one request per line of stdin and writes one reply per line of stdout. A request names
+the words of the command, its folder and its environment; the reply holds the exit code, what was printed, and the
+processes that the command left behind.
 """
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
-import gc
-import importlib
 import json
 import os
 import resource
@@ -21,16 +17,12 @@ import signal
 import struct
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-_IMPORTS = (
-    *("torchrec", "pyarrow.parquet", "pyarrow.compute", "rich.console", "rich.table", "tyro", "typeguard"),
-    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data"),
-)
+from tests.support.forked_python import preload, run_and_exit
+
 _MEMORY = 6 << 30
 """Address space that a command may take beyond what it starts with."""
 _GRACE_SECONDS = 3.0
@@ -42,11 +34,7 @@ _IGNORES_PERMISSIONS = (1, 2, 3)
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    gc.disable()
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    preload(["typeguard"])
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a command leaves behind becomes a child of this process, and is reaped
     replies = os.dup(1)
     for line in sys.stdin.buffer:
@@ -57,32 +45,15 @@ def serve() -> None:
             for descriptor in (replies, out, err):
                 os.close(descriptor)
             _become(request, out_end, err_end)
-            _run_and_exit()
+            run_and_exit(_run)
         os.close(out_end)
         os.close(err_end)
         reply = _watch(pid, request, {out: b"", err: b""})
         os.write(replies, json.dumps(reply).encode() + b"\n")
 
 
-def _run_and_exit() -> NoReturn:
-    """`python -m freescale`, and what Python does at its end but for taking torch apart, which takes seconds."""
-    try:
-        runpy.run_module("freescale", run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-    except OSError:
-        traceback.print_exc()
-        code = 120  # as Python's
-    sys.stderr.flush()
-    os._exit(code)
+def _run() -> None:
+    runpy.run_module("freescale", run_name="__main__", alter_sys=True)
 
 
 def _become(request: dict[str, Any], out: int, err: int) -> None:

@@ -29,7 +29,7 @@ class WarmPython:
         self.python = str(commands / "python")
         self.path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         """For the environment of a shell: `python`, `freescale` and `torchrun` are found here."""
-        command = [sys.executable, _FOLDER / "server.py", address, self.python]
+        command = [sys.executable, "-m", "tests.support.warm_python.server", address, self.python]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == b"ready\n"

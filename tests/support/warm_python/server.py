@@ -1,13 +1,7 @@
-"""Forks a process for every command that a client sends. Started as a script: server.py SOCKET PYTHON.
-
-No thread runs here, so that a fork is safe; polars starts one when it is imported, and is therefore left to the
-commands.
-"""
+"""Forks a process for every command that a client sends: python -m tests.support.warm_python.server SOCKET PYTHON."""
 
 import atexit
 import contextlib
-import gc
-import importlib
 import json
 import logging
 import multiprocessing.util
@@ -18,24 +12,15 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-_IMPORTS = (
-    *("torchrec", "torch.distributed.run", "pyarrow.parquet", "pyarrow.compute", "rich.console", "rich.table", "tyro"),
-    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data"),
-)
+from tests.support.forked_python import preload, run_and_exit
 
 
 def serve(address: str, python: str) -> None:
     """Answer clients until stdin ends. `python`: what commands find as `sys.executable`."""
-    gc.disable()
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    preload(["torch.distributed.run"])
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -55,15 +40,14 @@ def serve(address: str, python: str) -> None:
                 return _end(clients)
             if key.fileobj is listener:
                 client = listener.accept()[0]
-                if pid := _start(client, python):
-                    clients[pid] = client
-                    selector.register(client, selectors.EVENT_READ)
+                pid = _start(client, python)
+                clients[pid] = client
+                selector.register(client, selectors.EVENT_READ, data=pid)
             elif key.fileobj is woken:
                 woken.recv(4096)
                 _report(clients, selector)
-            else:  # a client that was killed: so is its command
-                (pid,) = [pid for pid, client in clients.items() if client is key.fileobj]
-                os.killpg(pid, signal.SIGKILL)
+            elif key.data in clients:  # a client that was killed: so is its command
+                os.killpg(key.data, signal.SIGKILL)
                 selector.unregister(key.fileobj)
 
 
@@ -76,7 +60,7 @@ def _start(client: socket.socket, python: str) -> int:
         os.setsid()
         signal.set_wakeup_fd(-1)
         _become(request["folder"], request["environment"], streams, python)
-        _run_and_exit(lambda: _run(request["words"]))
+        run_and_exit(lambda: _run(request["words"]))
     for stream in streams:
         os.close(stream)
     client.sendall(f"{pid}\n".encode())
@@ -107,7 +91,7 @@ def _become(folder: str, environment: dict[str, str], streams: Sequence[int], py
     os.environ.update(environment)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.closerange(3, 256)
+    _close_all_but(0, 1, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tempfile.tempdir = None
@@ -122,11 +106,15 @@ def _fork_instead(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
     """Fork multiprocessing's forkserver and resource tracker: this process has imported what they would import."""
     pid = os.fork()
     if pid == 0:
-        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *passfds}:
-            with contextlib.suppress(OSError):  # the one that listed them
-                os.close(number)
-        _run_and_exit(lambda: exec(args[-1], {"__name__": "__main__"}))
+        _close_all_but(0, 1, 2, *passfds)
+        run_and_exit(lambda: exec(args[-1], {"__name__": "__main__"}))
     return pid
+
+
+def _close_all_but(*kept: int) -> None:
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - {*kept}:
+        with contextlib.suppress(OSError):  # the one that listed them
+            os.close(number)
 
 
 def _run(words: Sequence[str]) -> None:
@@ -151,26 +139,6 @@ def _run(words: Sequence[str]) -> None:
         main.__dict__["__file__"] = words[0]
         with open(words[0], "rb") as script:
             exec(compile(script.read(), words[0], "exec"), main.__dict__)
-
-
-def _run_and_exit(run: Callable[[], None]) -> NoReturn:
-    """What Python does around a program, but for taking torch apart, which takes seconds."""
-    try:
-        run()
-        code = 0
-    except SystemExit as end:
-        if end.code is not None and not isinstance(end.code, int):
-            sys.stderr.write(f"{end.code}\n")
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(ValueError):  # multiprocessing's resource tracker closes its streams
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":
