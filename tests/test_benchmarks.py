@@ -322,3 +322,29 @@ def test_launches_and_host_synchronizations_of_a_step_are_counted(tmp_path: Path
             count for thread, _, _, count in result[table] if thread != "freescale-deferred" or total == "launches"
         ]
         assert sum(counted) == budget[total] > 0
+
+
+def test_owners_of_rows_are_equally_busy_when_rows_are_dealt_by_popularity(tmp_path: Path, warm: WarmPython) -> None:
+    rng = np.random.default_rng(0)
+    item = (2000 * rng.random(60_000) ** 3).astype(int)  # old items have small keys and are popular
+    lines = [f"{user},{one}" for user, one in zip(rng.integers(0, 1500, len(item)), item, strict=True)]
+    (tmp_path / "log.csv").write_text("\n".join(["user_id,item_id", *lines]))
+    words = ["data", "import", "events", tmp_path / "log.csv", tmp_path / "data", "--time", "none"]
+    subprocess.run([warm.python, "-m", "freescale", *words], check=True, capture_output=True)
+    out = tmp_path / "owners.json"
+    options = [tmp_path / "data", "--ranks", "8", "--users", "16", "--steps", "4", "--out", out]
+    subprocess.run([warm.python, BENCHMARKS / "owners.py", *options], check=True, capture_output=True)
+    result, mean = json.loads(out.read_text())["results"]
+    assert result["zigzag"] == mean["zigzag"] < 1.1 < 1.5 < result["block"] <= result["popularity block"] + 0.1
+
+
+def test_automatic_selection_is_compared_with_every_fixed_setting(tmp_path: Path) -> None:
+    out = tmp_path / "autotune.json"
+    options = ["--presets", "heavy", "--ranks", "2", "--steps", "2", "--rounds", "2", "--no-real", "--samples", "4"]
+    options += ["--items", "5000", "--dim", "16", "--layers", "1", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "autotune.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert set(result["ms"]) >= {"auto", "overlap on over c10d", "overlap off over c10d", "auto again"}
+    assert all(text.startswith("overlap o") for text in result["selected"])
+    assert result["best"] in result["ms"]
+    assert 0.2 < result["auto_over_best"] < 5

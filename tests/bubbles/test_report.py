@@ -22,7 +22,7 @@ from tests.bubbles.traces import cuda_traces
 from tests.test_page import Links, in_browser
 
 FIGURES = ["loss", "samples/s", "tokens/s", "lr", "tables_lr", "grad_norm", "grad_norm_max", "unique_ids"]
-FIGURES += ["colliding_ids", "imbalance_before", "imbalance_after", "moved_tokens"]
+FIGURES += ["colliding_ids", "imbalance_before", "imbalance_after", "moved_tokens", "busiest_owner"]
 LOOK = """
 <script>
 const cut = [], over = [];

@@ -14,22 +14,26 @@ from hypothesis import strategies as st
 
 from freescale.checkpoint import checkpoints, tensor_files
 from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, LocalRows
+from freescale.embedding.row_order import Owners, RowOrder
 from freescale.errors import ConfigError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
-def dealt(whole: torch.Tensor, rank: int, ranks: int) -> LocalRows:
-    """The block of rows of a rank, as tables are dealt: the last ranks may have none."""
-    block = -(-len(whole) // ranks)
-    first = min(rank * block, len(whole))
-    return LocalRows(whole[first : first + block].clone(), first, len(whole))
+def dealt(whole: torch.Tensor, rank: int, ranks: int, owners: Owners = "block") -> LocalRows:
+    """The rows of a rank, as tables are dealt: the last ranks may have none. Positions without a row are 0."""
+    order = RowOrder.of(len(whole), owners)
+    block = -(-order.positions // ranks)
+    first = min(rank * block, order.positions)
+    at = torch.from_numpy(order.rows_at(np.arange(first, min(first + block, order.positions))))
+    padded = torch.cat([whole, torch.zeros_like(whole[:1]) if len(whole) else whole])
+    return LocalRows(padded[at], first, order)
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
+def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int, owners: Owners = "block") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
-        tensor_files.write(folder, rank, {name: dealt(whole, rank, ranks) for name, whole in tensors.items()})
+        tensor_files.write(folder, rank, {name: dealt(whole, rank, ranks, owners) for name, whole in tensors.items()})
     tensor_files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": ranks})
 
 
@@ -41,8 +45,9 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
     wrote=st.integers(1, 9),
     reads=st.integers(1, 9),
     piece=st.integers(1, 300),
+    owners=st.tuples(*[st.sampled_from(["block", "zigzag"])] * 2),
 )
-def test_any_world_size_reads_what_any_other_wrote(
+def test_any_world_size_and_order_of_rows_reads_what_any_other_wrote(
     tmp_path_factory: pytest.TempPathFactory,
     rows: int,
     width: tuple[int, ...],
@@ -50,16 +55,17 @@ def test_any_world_size_reads_what_any_other_wrote(
     wrote: int,
     reads: int,
     piece: int,
+    owners: tuple[Owners, Owners],
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
     whole = (torch.randn(rows, *width, dtype=torch.float64) * 50).to(dtype)
     before, tensor_files._CHUNK_BYTES = tensor_files._CHUNK_BYTES, piece
     try:
-        written(folder, {"table": whole}, wrote)
+        written(folder, {"table": whole}, wrote, owners[0])
     finally:
         tensor_files._CHUNK_BYTES = before
     for rank in range(reads):
-        part, expected = dealt(torch.zeros_like(whole), rank, reads), dealt(whole, rank, reads)
+        part, expected = (dealt(values, rank, reads, owners[1]) for values in (torch.zeros_like(whole), whole))
         checkpoints.load(folder, {"table": part})
         assert torch.equal(part.local, expected.local)
 
@@ -131,7 +137,7 @@ def test_a_mismatch_is_distinguished_from_damage(tmp_path: Path) -> None:
 def test_rows_that_two_ranks_wrote_are_refused(tmp_path: Path) -> None:
     parts = saved(tmp_path)
     for rank in range(2):
-        tensor_files.write(tmp_path, rank, {"table": LocalRows(torch.ones(6, 4), 3 * rank, 9)})
+        tensor_files.write(tmp_path, rank, {"table": LocalRows(torch.ones(6, 4), 3 * rank, RowOrder(9, 1))})
     with pytest.raises(CheckpointError, match="3 of 9 rows of 'table' are there twice"):
         checkpoints.load(tmp_path, {"table": parts["table"]})
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from freescale import log
 from freescale.config import RunConfig, TablesConfig
-from freescale.embedding.exchange import EmbeddingExchange
+from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.fused import fused_shard, require_exact
 from freescale.embedding.ids import UniqueIds, deduplicate, split
 from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
@@ -20,7 +20,7 @@ from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
 
-TABLES = [Table("item", 103, 8), Table("user", 57, 4), Table("shop", 5, 8)]
+TABLES = [Table("item", 103, 8, "zigzag"), Table("user", 57, 4), Table("shop", 5, 8)]
 
 
 @given(ids=st.lists(st.integers(0, 30), max_size=60), rows=st.sampled_from([31, 10_000]))
@@ -69,24 +69,36 @@ def value_of(table: Table, ids: torch.Tensor) -> torch.Tensor:
     return ids[:, None] * 100.0 + torch.arange(table.dim) + table.rows
 
 
+def served(world: World, plan: AllToAllPlan) -> dict[str, torch.Tensor]:
+    """The rows that a rank sends as their owner."""
+    rows = {}
+    for table in TABLES:
+        positions = plan.local_rows[table.name] + table.owned(world.rank, world.ranks).start
+        rows[table.name] = value_of(table, torch.from_numpy(table.order.rows_at(positions.numpy())))
+    return rows
+
+
 def divided(world: World, seed: int) -> dict[str, object]:
     """Ask for the rows of two batches part by part; gives what this rank asked for, and which of it is shared."""
     exchange = EmbeddingExchange(TABLES, joined(world).transport)
     wanted = [wanted_of(world.rank, seed), wanted_of(world.rank, seed + 1)]
     this, following = (exchange.send_ids(one) for one in wanted)
     shared = {t.name: split(this.local_rows[t.name], following.local_rows[t.name]) for t in TABLES}
-    first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
-    for parts, ids in zip(exchange.send_split(this, following, shared), wanted, strict=True):
-        for route, meant in ((parts.shared, parts.mask), (parts.exclusive, {n: ~m for n, m in parts.mask.items()})):
-            rows = {t.name: value_of(t, route.local_rows[t.name] + first[t.name]) for t in TABLES}
-            got = exchange.send_rows(route, rows).wait()
+    splits = exchange.send_split(this, following, shared)
+    for parts, ids in zip(splits, wanted, strict=True):
+        for plan in parts:
+            rows = served(world, plan)
+            got = exchange.send_rows(plan, rows).wait()
             for table in TABLES:
-                assert torch.equal(got[table.name], value_of(table, ids[table.name].unique[meant[table.name]]))
-            back = exchange.send_gradients(route, got).wait()
+                requested = ids[table.name].unique[plan.index[table.name]]
+                assert torch.equal(got[table.name], value_of(table, requested))
+            back = exchange.send_gradients(plan, got).wait()
             assert all(torch.equal(back[name], rows[name]) for name in rows)
-    masks = [parts.mask for parts in exchange.send_split(this, following, shared)]
     return {
-        t.name: [(w[t.name].unique.tolist(), m[t.name].tolist()) for w, m in zip(wanted, masks, strict=True)]
+        t.name: [
+            (w[t.name].unique.tolist(), *(w[t.name].unique[plan.index[t.name]].tolist() for plan in parts))
+            for w, parts in zip(wanted, splits, strict=True)
+        ]
         for t in TABLES
     }
 
@@ -100,19 +112,19 @@ def test_rows_travel_part_by_part_and_everyone_knows_which_are_shared(
     for table in TABLES:
         this, following = ({one for rank in results for one in rank[table.name][batch][0]} for batch in (0, 1))
         for rank in results:
-            for ids, mask in rank[table.name]:
-                assert mask == [one in this and one in following for one in ids]
+            for ids, common, exclusive in rank[table.name]:
+                assert set(common) == set(ids) & this & following
+                assert sorted(common + exclusive) == ids
 
 
 def fetch(world: World, seed: int) -> bool:
     """Ask for rows of several tables and widths; owners answer with rows that tell who they are."""
     exchange = EmbeddingExchange(TABLES, joined(world).transport)
     wanted = wanted_of(world.rank, seed)
-    route = exchange.send_ids(wanted)
-    first = {table.name: table.owned(world.rank, world.ranks).start for table in TABLES}
-    rows = {table.name: value_of(table, route.local_rows[table.name] + first[table.name]) for table in TABLES}
-    got = exchange.send_rows(route, rows).wait()
-    back = exchange.send_gradients(route, got).wait()
+    plan = exchange.send_ids(wanted)
+    rows = served(world, plan)
+    got = plan.in_order_of_ids(exchange.send_rows(plan, rows).wait())
+    back = exchange.send_gradients(plan, plan.by_owner(got)).wait()
     there = all(torch.equal(got[table.name], value_of(table, wanted[table.name].unique)) for table in TABLES)
     return there and all(torch.equal(back[name], rows[name]) for name in rows)
 

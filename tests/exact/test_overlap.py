@@ -13,6 +13,7 @@ from freescale.overlap.executor import Executor
 from freescale.overlap.schedule import overlapped
 from freescale.train.build import build
 from freescale.train.metrics_logger import read_entries
+from freescale.transport.selection import TRANSPORTS
 from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, held, joined, same, small, whole
@@ -63,6 +64,48 @@ def with_late_updates(world: World, config: RunConfig, folder: str) -> tuple[lis
     trainer.close()
     evaluations = [entry for entry in read_entries(Path(folder)) if entry["kind"] == "evaluate"]
     return [{**entry, "time": 0} for entry in evaluations], saved
+
+
+def autotuned(world: World, config: RunConfig, folder: str, stop_at: int) -> tuple[list[str], Arrays]:
+    """The setting of each step of a run, which continues from the checkpoint of an earlier one, and what it holds."""
+    trainer = build(config, joined(world), Path(folder))
+    if (Path(folder) / "checkpoints").exists():
+        trainer.checkpoints.resume()
+    step, used = trainer.components.step, []
+    run = step.run
+
+    def noting(*words: Any, **options: Any) -> Any:
+        used.append(str(trainer.components.autotuner._current))
+        assert step.looks_ahead == ("overlap on" in used[-1])
+        asked = trainer.progress.done + 1 == stop_at
+        return run(*words, **options | {"stop": asked})
+
+    step.run = noting  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    return used, held(trainer)
+
+
+def test_an_autotuned_run_is_bitwise_that_of_every_fixed_setting_and_resumes_with_its_selection(
+    groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "data", histories([5, 9, 3, 7] * 18, items=400), rows_per_group=4, items=400)
+    train = {"epochs": 7, "log_every": 40}
+    config = small(tmp_path / "data", train=train, tables={"overlap": "auto"}, transport={"deferred": "auto"})
+    used, tuned = zip(*groups[2].run(autotuned, config, str(tmp_path / "auto"), 0), strict=True)
+    assert used[0] == used[1], "all ranks use the same setting in every step"
+    assert {"overlap off", *(f"overlap on over {name}" for name in TRANSPORTS)} >= set(used[0])
+    assert len(set(used[0][:30])) == 3 > len(set(used[0][30:])) == 1
+    entries = [entry for entry in read_entries(tmp_path / "auto") if entry["kind"] == "autotune"]
+    assert [(entry["step"], len(entry["ms"])) for entry in entries] == [(30, 3)]
+    for overlap in ("off", "on"):
+        fixed = small(tmp_path / "data", train=train, tables={"overlap": overlap})
+        _, other = zip(*groups[2].run(autotuned, fixed, str(tmp_path / overlap), 0), strict=True)
+        assert same(whole([*tuned]), whole([*other])), overlap
+    stopped, _ = zip(*groups[2].run(autotuned, config, str(tmp_path / "again"), 35), strict=True)
+    resumed, again = zip(*groups[2].run(autotuned, config, str(tmp_path / "again"), 0), strict=True)
+    assert set(resumed[0]) == {stopped[0][-1]}, "the checkpoint holds the selection"
+    assert same(whole([*tuned]), whole([*again]))
 
 
 def test_evaluations_and_checkpoints_hold_the_deferred_updates(groups: dict[int, Ranks], tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def by_hand(path: Path, optimizer: str, steps: int) -> tuple[list[float], Arrays
     config, model = small(path), own().double()
     tables = {n: torch.empty(rows, dim, dtype=torch.float64) for n, (rows, dim) in model.tables.items()}
     for name, values in tables.items():
-        Table(name, *values.shape).fill(values, 0, seed=config.seed, deviation=config.tables.init)
+        Table(name, values.shape[0], values.shape[1]).fill(values, 0, seed=config.seed, deviation=config.tables.init)
     sums = {name: torch.zeros(len(values), 1, dtype=torch.float64) for name, values in tables.items()}
     losses, batches = [], list(Loader(config.data, seed=config.seed))
     for step in range(steps):

@@ -75,6 +75,18 @@ def test_a_run_resumes_on_any_other_world_size(groups: dict[int, Ranks], log: Pa
         assert apart(once, resumed) < 1e-9, (counts, stops)
 
 
+@pytest.mark.parametrize("before", ["block", "zigzag"])
+def test_owners_of_rows_change_nothing_and_checkpoints_of_both_rules_read_each_other(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, before: str
+) -> None:
+    after = "zigzag" if before == "block" else "block"
+    first, then = (small(log, train=FP32, tables={"owners": owners}) for owners in (before, after))
+    once = pieces([groups[2]], then, tmp_path / "a", [])
+    groups[2].run(train, first, str(tmp_path / "b"), False, 7)
+    resumed = whole(groups[2].run(train, then, str(tmp_path / "b"), True, 0))
+    assert same(once, resumed)
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_run(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ def test_gradients_do_not_depend_on_thread_order(case: str, tmp_path: Path) -> N
     loader = Loader(config.data, seed=0)
     model = build_model(config, items=loader.vocabulary.rows)
     tables = ReplicatedTables([Table(n, *size) for n, size in model.tables.items()], seed=0, deviation=0.02)
-    network, inputs = SequenceModule(model, tables), model.prepare(next(iter(loader)))
+    network, inputs = SequenceModule(model, replicated=tables), model.prepare(next(iter(loader)))
     (wanted,) = network.unique_ids([inputs.ids])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -55,7 +55,7 @@ def load(work: list[float], *, rows: float = 1e6, shared: float = 0.0, planning:
     """Rows of 4 bytes: a million of them take 20 ms between two hosts."""
     ranks = len(work)
     one = np.ones(ranks)
-    return StepLoad(np.array(work), 0 * one, rows * one, shared * one, 0 * one, samples=ranks, planning=planning)
+    return StepLoad(np.array(work), 0 * one, rows * one, shared * one, one, 0 * one, samples=ranks, planning=planning)
 
 
 def simulated(

@@ -24,6 +24,7 @@ from freescale.config import RECIPES, DataConfig
 from freescale.data import writer
 from freescale.data.dataset import Dataset, compute_stats
 from freescale.data.loader import Loader
+from freescale.embedding.row_order import RowOrder
 from freescale.errors import FreeScaleError
 from freescale.simulate import cluster
 from freescale.simulate.operations import DeviceModel
@@ -221,7 +222,9 @@ def valid_checkpoint() -> Files:
         folder = Path(place)
         for rank, rows in enumerate((slice(0, 5), slice(5, 9))):
             tensor_files.write(
-                folder, rank, {n: tensor_files.LocalRows(t[rows], rows.start, 9) for n, t in whole_tensors().items()}
+                folder,
+                rank,
+                {n: tensor_files.LocalRows(t[rows], rows.start, RowOrder(9, 1)) for n, t in whole_tensors().items()},
             )
         tensor_files.write_json(folder / "facts.json", {"format": 1, "step": 7, "ranks": 2})
         return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -33,7 +33,7 @@ def small(path: Path | str, **changes: Any) -> RunConfig:
         data=DataConfig(path=str(path), global_batch=12, shards=8, workers=0, max_history=30),
         model=ModelConfig(dim=8, layers=2, heads=2),
         task=TaskConfig(negatives=5),
-        tables=TablesConfig(lr=0.1),
+        tables=TablesConfig(lr=0.1, overlap="on"),
         transport=TransportConfig(urgent="c10d", deferred="c10d"),
         train=TrainConfig(precision="fp64", lr=0.01, epochs=2, log_every=5),
     )
@@ -133,22 +133,29 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 
 
 def held(trainer: Trainer) -> Arrays:
-    """Dense weights, and the own rows of tables and of their optimizer."""
-    parts = trainer.components
+    """Dense weights, the own rows of tables and of their optimizer, and the numbers of the own rows."""
+    parts, numbers = trainer.components, {}
     dense = {f"dense.{name}": value for name, value in parts.module.state_dict().items()}
     tables = {} if parts.tables is None else parts.tables.shard.state()
-    return {name: value.detach().cpu().numpy().copy() for name, value in (dense | tables).items()}
+    for table in [] if parts.tables is None else parts.tables.tables:
+        numbers[f"rows.{table.name}"] = table.order.rows_at(
+            np.array(table.owned(parts.world.rank, parts.world.world_size), dtype=np.int64)
+        )
+    return {name: value.detach().cpu().numpy().copy() for name, value in (dense | tables).items()} | numbers
 
 
 def whole(of_ranks: list[Arrays]) -> Arrays:
-    """Put the rows of all ranks together; the dense part must be the same everywhere."""
+    """Put the rows of all ranks together, ascending by number; the dense part must be the same everywhere."""
     for name, value in of_ranks[0].items():
         if name.startswith("dense."):
             assert all(np.array_equal(value, other[name]) for other in of_ranks), name
-    return {
-        name: value if name.startswith("dense.") else np.concatenate([rank[name] for rank in of_ranks])
-        for name, value in of_ranks[0].items()
-    }
+    found = {name: value for name, value in of_ranks[0].items() if name.startswith("dense.")}
+    for name in [name for name in of_ranks[0] if not name.startswith(("dense.", "rows."))]:
+        found[name], numbers = np.concatenate([rank[name] for rank in of_ranks]), f"rows.{name.split('.')[0]}"
+        if numbers in of_ranks[0]:
+            number = np.concatenate([rank[numbers] for rank in of_ranks])
+            found[name] = found[name][np.argsort(number)][(number < 0).sum() :]
+    return found
 
 
 def apart(a: Arrays, b: Arrays) -> float:

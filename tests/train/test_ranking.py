@@ -50,7 +50,7 @@ def measured(world: World, config: RunConfig, folder: str, place: str, constant:
     from freescale.train.evaluation import Ranker, ranking_metrics
 
     parts = build(config, joined(world), Path(folder)).components
-    ranker = Ranker(parts.module, parts.tables, torch.device("cpu"))
+    ranker = Ranker(parts.module, torch.device("cpu"))
     if constant:
         ranker.model.head.weight.data.zero_()
     found = [ranker.probabilities(batch) for batch in placed(world, config, place)]

@@ -34,9 +34,7 @@ def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[di
     parts = trainer.components
     assert parts.evaluate is not None
     metrics = parts.evaluate()
-    corpus = Corpus(
-        parts.module, parts.tables, 40, torch.device("cpu"), exclude_seen=config.task.seen == "exclude", chunk=piece
-    )
+    corpus = Corpus(parts.module, 40, torch.device("cpu"), exclude_seen=config.task.seen == "exclude", chunk=piece)
     found = []
     for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         before, (best, _) = corpus.target_ranks(batch).before, corpus.top(batch, 7)
@@ -108,7 +106,7 @@ def hits_twice(world: World, config: RunConfig, folder: str, items: int) -> tupl
     """Metrics of evaluation, and how many held-out items are among the ten that prediction returns."""
     parts = build(config, joined(world), Path(folder)).components
     exclude = config.task.seen == "exclude"
-    corpus = Corpus(parts.module, parts.tables, items, torch.device("cpu"), exclude_seen=exclude)
+    corpus = Corpus(parts.module, items, torch.device("cpu"), exclude_seen=exclude)
     returned = 0
     for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         assert batch.targets is not None

@@ -34,7 +34,7 @@ class Layers(nn.Module):
 def sent(world: World) -> list[tuple[int, float]]:
     """Bytes of every bucket, in order, and after which share of the backward pass it left."""
     recorder = Recorder(world.rank)
-    parallel = data_parallel(SequenceModule(Layers(), None), joined(world), recorder)  # type: ignore[arg-type]
+    parallel = data_parallel(SequenceModule(Layers()), joined(world), recorder)  # type: ignore[arg-type]
     loss = parallel(torch.ones(1, requires_grad=True), {}, {})
     recorder.restart_step()
     with recorder.record("backward"):
@@ -53,7 +53,7 @@ def test_buckets_are_sent_as_soon_as_their_gradients_are_computed(groups: dict[i
 
 def computed_before_the_end(world: World) -> float:
     """How long before the backward pass ends its gradients are there, if rank 1 is late."""
-    parallel = data_parallel(SequenceModule(Layers(), None), joined(world))  # type: ignore[arg-type]
+    parallel = data_parallel(SequenceModule(Layers()), joined(world))  # type: ignore[arg-type]
     loss, when = parallel(torch.ones(1, requires_grad=True), {}, {}), []
     time.sleep(LATE * world.rank)
 

@@ -182,7 +182,7 @@ def reports(world: World, data: str, folder: str, name: str) -> list[str]:
             else:
                 exchanged(world, fault.transport)
         except Exception as error:
-            return [f"{error} {error.__cause__}"]
+            return [*found, f"{error} {error.__cause__}"]
     return found
 
 

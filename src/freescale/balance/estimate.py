@@ -10,6 +10,7 @@ import numpy as np
 from freescale.balance.placement import Floats, Ints
 
 _DRAWS = 4_000_000
+_WORTHWHILE = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class Imbalance:
     def recoverable_share(self) -> float:
         """Share of a rank's time that balancing can recover."""
         return self.straggler_share - self.best_share
+
+
+def is_worthwhile(costs: Floats, *, world_size: int, batch: int) -> bool:
+    """Return whether balancing would recover a noticeable share of a rank's time. `costs`: of a sample of the data.
+
+    A pure function of its arguments, so that repeated runs balance alike.
+    """
+    values, counts = np.unique(costs, return_counts=True)
+    return random_batches(values, counts, world_size=world_size, batch=batch).recoverable_share >= _WORTHWHILE
 
 
 def random_batches(costs: Floats, counts: Ints, *, world_size: int, batch: int, seed: int = 0) -> Imbalance:

@@ -153,7 +153,7 @@ def compute_only_ms(config: RunConfig, world: World, model: Model, batches: Iter
 
 def compute_only_seconds(config: RunConfig, world: World, model: Model, batches: Iterable[Batch]) -> list[float]:
     """Return the seconds of forward, backward and update of each batch, with local random rows."""
-    network = SequenceModule(model, None).to(world.device)
+    network = SequenceModule(model).to(world.device)
     optimizer = build_optimizer(config, network.parameters())
     seconds = []
     for batch in batches:

@@ -31,9 +31,9 @@ from freescale.data.loader import Loader, prefetch
 from freescale.embedding.fused import FusedCollection, embedding_collection, shard_row_wise
 from freescale.embedding.ids import deduplicate
 from freescale.embedding.sharded import fill
-from freescale.embedding.tables import Table
+from freescale.embedding.tables import RowPositions
 from freescale.models.protocol import Model, Rows
-from freescale.train.sharded_model import build_optimizer
+from freescale.train.sharded_model import build_optimizer, model_tables
 from freescale.transport.world import World
 
 _PREFETCH = 2
@@ -159,9 +159,12 @@ def _loss_counts(config: RunConfig, world: World, model: Model) -> list[int]:
 
 
 def _prepare_batches(config: RunConfig, world: World, model: Model, counts: Sequence[int]) -> Iterator[PreparedBatch]:
+    """Yield batches with ids in the order of rows in which the trainer's owners are equally busy."""
+    tables = model_tables(config, model)
+    positions = {table.name: RowPositions(table.order) for table in tables}
     for batch, count in zip(_batches(config, world), counts, strict=True):
         inputs = model.prepare(batch.to(world.device))
-        ids = {name: inputs.ids[name].flatten() for name in model.tables}
+        ids = {table.name: positions[table.name](inputs.ids[table.name].flatten()) for table in tables}
         lengths = torch.tensor([len(table_ids) for table_ids in ids.values()], device=world.device)
         features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths)
         first_index = {name: _first_occurrence(inputs.ids[name], rows) for name, (rows, _) in model.tables.items()}
@@ -178,7 +181,7 @@ def _first_occurrence(ids: Tensor, rows: int) -> Tensor:
 
 def _shard_model(config: RunConfig, world: World, model: Model) -> DistributedModelParallel:
     """Shard the model, with tables planned and initialized as the trainer's."""
-    tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
+    tables = model_tables(config, model)
     model_with_rows = TorchRecModel(model, embedding_collection(tables))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # TorchRec's own call of DDP

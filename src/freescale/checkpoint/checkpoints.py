@@ -160,7 +160,7 @@ def generator_tensors(rank: int) -> dict[str, LocalRows]:
 
 
 def _table_tensors(tables: ShardedTables, rank: int, world_size: int) -> dict[str, LocalRows]:
-    position = {table.name: (table.owned(rank, world_size).start, table.rows) for table in tables.tables}
+    position = {table.name: (table.owned(rank, world_size).start, table.order) for table in tables.tables}
     return {f"tables.{n}": LocalRows(local, *position[n.split(".")[0]]) for n, local in tables.shard.state().items()}
 
 

@@ -4,7 +4,7 @@
     rank-00003.json    per chunk: its tensor, dtype, rows, position and checksum
 
 Reading them executes no code and detects every changed bit. Uses no process group: any world size reads what any other
-wrote.
+wrote. A rank reads only the chunks with its rows, unless the checkpoint has another order of rows: then it reads all.
 """
 
 import json
@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.errors import ConfigError, FreeScaleError, reason
 
 _CHUNK_BYTES = 1 << 24
@@ -52,15 +54,16 @@ class LocalRows:
 
     local: Tensor
     first: int
-    rows: int
-    """Rows of the whole tensor."""
+    """Position of the first one."""
+    order: RowOrder
+    """Rows of the whole tensor, and their positions."""
     replicated: bool = False
     """Every rank holds the same rows, so only one writes them."""
 
     @staticmethod
     def whole(tensor: Tensor, *, replicated: bool) -> "LocalRows":
         """Wrap a tensor of which this rank holds all rows."""
-        return LocalRows(tensor, 0, len(_as_rows(tensor)), replicated)
+        return LocalRows(tensor, 0, RowOrder(len(_as_rows(tensor)), shards=1), replicated)
 
     def start_copy_to_host(self) -> "LocalRows":
         """Return a copy on the host. From a device it is complete when the current stream is: see `copy_to_host`."""
@@ -88,16 +91,25 @@ class _Chunk:
     rows: int
     """Rows of the whole tensor."""
     first: int
+    """Position of the first one."""
     count: int
     at: int
     crc: int
+    shards: int = 1
+    """Shards of the order of rows."""
 
     def is_valid(self) -> bool:
         """Return whether the values are consistent."""
-        numbers = (*self.shape, self.rows, self.first, self.count, self.at, self.crc)
+        numbers = (*self.shape, self.rows, self.first, self.count, self.at, self.crc, self.shards)
         valid = type(self.name) is str and self.dtype in _DTYPES
         valid = valid and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
-        return valid and self.first + self.count <= self.rows
+        valid = valid and self.shards.bit_count() == 1 and self.shards <= max(1, self.rows)
+        return valid and self.first + self.count <= self.order.positions
+
+    @property
+    def order(self) -> RowOrder:
+        """Rows of the whole tensor, and their positions."""
+        return RowOrder(self.rows, self.shards)
 
     @property
     def size(self) -> int:
@@ -113,8 +125,8 @@ def write(folder: Path, rank: int, tensors: Mapping[str, LocalRows]) -> None:
             rows = _as_rows(held.local)
             for begin, chunk in _split(rows):
                 raw = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
-                position = (tuple(rows.shape[1:]), held.rows, held.first + begin, len(chunk), file.tell())
-                chunks.append(_Chunk(name, _name(rows.dtype), *position, zlib.crc32(raw)))
+                position = (tuple(rows.shape[1:]), held.order.rows, held.first + begin, len(chunk), file.tell())
+                chunks.append(_Chunk(name, _name(rows.dtype), *position, zlib.crc32(raw), held.order.shards))
                 file.write(raw)
         file.flush()
         os.fsync(file.fileno())
@@ -123,10 +135,10 @@ def write(folder: Path, rank: int, tensors: Mapping[str, LocalRows]) -> None:
 
 def read(folder: Path, world_size: int, tensors: Mapping[str, LocalRows]) -> None:
     """Load rows from the files of so many ranks. Every row must be there exactly once."""
-    missing = {name: len(_as_rows(rows.local)) for name, rows in tensors.items()}
+    missing = {name: rows.order.count(_positions(rows)) for name, rows in tensors.items()}
     for rank in range(world_size):
         needed = [(chunk, tensors[chunk.name]) for chunk in _read_index(folder, rank) if chunk.name in tensors]
-        overlapping = [(chunk, rows) for chunk, rows in needed if _overlap(chunk, rows)]
+        overlapping = [(chunk, rows) for chunk, rows in needed if _may_overlap(chunk, rows)]
         if not overlapping:
             continue
         with _open(_file(folder, rank, "bytes")) as file:
@@ -135,7 +147,7 @@ def read(folder: Path, world_size: int, tensors: Mapping[str, LocalRows]) -> Non
     for name, count in missing.items():
         if count:
             problem = "there twice" if count < 0 else "missing"
-            raise _mismatch(f"{abs(count)} of {tensors[name].rows} rows of '{name}' are {problem}", folder)
+            raise _mismatch(f"{abs(count)} of {tensors[name].order.rows} rows of '{name}' are {problem}", folder)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -184,7 +196,7 @@ def _fill(file: Any, chunk: _Chunk, target: LocalRows, folder: Path) -> int:
     """Copy the rows that a chunk and the target share into the target; return their number."""
     into = _as_rows(target.local)
     stored = (chunk.dtype, chunk.shape, chunk.rows)
-    expected = (_name(into.dtype), tuple(into.shape[1:]), target.rows)
+    expected = (_name(into.dtype), tuple(into.shape[1:]), target.order.rows)
     if stored != expected:
         raise _mismatch(f"'{chunk.name}' is {_describe(*stored)}, where this run has {_describe(*expected)}", folder)
     file.seek(chunk.at)
@@ -192,17 +204,36 @@ def _fill(file: Any, chunk: _Chunk, target: LocalRows, folder: Path) -> int:
     if len(raw) < chunk.size or zlib.crc32(raw) != chunk.crc:
         raise _damaged(f"{Path(file.name).name} was cut or changed since it was written, at '{chunk.name}'", folder)
     rows = torch.frombuffer(bytearray(raw), dtype=into.dtype).view(chunk.count, *chunk.shape)
+    if chunk.order != target.order:
+        return _reorder(rows, chunk, into, target)
     shared = _overlap(chunk, target)
     into.narrow(0, shared.start - target.first, len(shared)).copy_(
         rows.narrow(0, shared.start - chunk.first, len(shared))
     )
-    return len(shared)
+    return target.order.count(shared)
+
+
+def _reorder(rows: Tensor, chunk: _Chunk, into: Tensor, target: LocalRows) -> int:
+    """Copy the rows of a chunk with another order; return the number of rows that the target has."""
+    numbers = chunk.order.rows_at(np.arange(chunk.first, chunk.first + chunk.count))
+    local = target.order.position(numbers, bit_reversal(target.order.shards)) - target.first
+    shared = (numbers >= 0) & (local >= 0) & (local < len(into))
+    into[torch.from_numpy(local[shared]).to(into.device)] = rows[torch.from_numpy(shared)].to(into.device)
+    return int(shared.sum())
+
+
+def _may_overlap(chunk: _Chunk, target: LocalRows) -> bool:
+    return chunk.order != target.order or len(_overlap(chunk, target)) > 0
 
 
 def _overlap(chunk: _Chunk, target: LocalRows) -> range:
-    """Return the rows that both have."""
-    begin, end = target.first, target.first + len(_as_rows(target.local))
-    return range(max(chunk.first, begin), min(chunk.first + chunk.count, end))
+    """Return the positions that both have, in the same order of rows."""
+    held = _positions(target)
+    return range(max(chunk.first, held.start), min(chunk.first + chunk.count, held.stop))
+
+
+def _positions(held: LocalRows) -> range:
+    return range(held.first, held.first + len(_as_rows(held.local)))
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def run_evaluate(argv: Sequence[str], prog: str) -> int:
         from freescale.train.evaluation import build_evaluation
 
         sharded, is_rank_zero = trained.sharded, trained.world.is_rank_zero
-        evaluation = build_evaluation(trained.config, trained.world, sharded.module, sharded.tables)
+        evaluation = build_evaluation(trained.config, trained.world, sharded.module)
         if evaluation is None:
             remedy = "train with --data.split last or time, or with --data.test-path"
             raise UsageError("nothing is held out in this run", remedy=remedy)

@@ -15,6 +15,7 @@ _NEUTRAL = {
     "data.prefetch",
     "task.seen",
     "tables.overlap",
+    "tables.owners",
     "train.on_fault",
     "train.micro_batches",
     "train.log_every",

@@ -109,11 +109,16 @@ class TablesConfig:
     """Learning rate of sharded tables; warm-up and decay apply."""
     eps: float = 1e-8
     """Epsilon of Adagrad."""
+    owners: Literal["zigzag", "block"] = "zigzag"
+    """Which rank owns a row of a sharded table. zigzag: rows are dealt to the ranks in zig-zag, in the order of
+    popularity in which `freescale data import` numbers items, so that all owners are about equally busy. block: every
+    rank owns a contiguous block of rows. The result is the same."""
     init: float = 0.02
     """Standard deviation of initial rows, which are uniform in [-init, init] times the square root of 3."""
-    overlap: Literal["on", "off"] = "on"
+    overlap: Literal["auto", "on", "off"] = "auto"
     """on: prioritized embedding communication (PEC). Rows that two consecutive batches do not share are exchanged
-    while compute runs. The result is the same."""
+    while compute runs. auto: the first steps are run with and without it, and the faster setting is selected; measured
+    again every 2,000 steps. The result is the same."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "init"):
@@ -196,8 +201,9 @@ class TrainConfig:
 class BalanceConfig:
     """Load balancing: how the samples of a step are distributed over the ranks. The samples stay the same."""
 
-    mode: Literal["on", "off"] = "on"
-    """on: samples move to less loaded ranks while compute runs. No effect with one rank."""
+    mode: Literal["auto", "on", "off"] = "on"
+    """on: samples move to less loaded ranks while compute runs. No effect with one rank. auto: on if the lengths of the
+    data and the cost model predict that ranks otherwise wait for more than 1% of the time."""
     counts: Literal["free", "equal"] = "free"
     """free: any number of samples per rank. equal: the same number on all ranks, plus or minus one."""
     max_tokens: int = 0

@@ -100,7 +100,8 @@ class _Importer:
         for total, log in zip(totals, self._logs, strict=True):
             if not total:
                 raise DataError("the log contains no usable event", where=log.name, remedy="check its format")
-        items, numbers, unknown = _assign_ids(_merged(key_counts[0], key_counts[1:]).sort("key"), known)
+        counts = _merged(key_counts[0], key_counts[1:]).sort("count", "key", descending=[True, False])
+        items, numbers, unknown = _assign_ids(counts, known)
         _save(items, self._folder / VOCABULARY_FILE)
         self._replace_keys("item_id", numbers)
         if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer keys are the ids

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.ids import SharedIds, UniqueIds, pack, packed_sizes, unpack
-from freescale.embedding.tables import Table, by_dim
+from freescale.embedding.tables import RowPositions, Table, by_dim
 from freescale.transport.base import Transport
 
 Counts = list[list[int]]
@@ -30,13 +30,15 @@ class AllToAllPlan(NamedTuple):
     """Rows that each rank requests of this one."""
     local_rows: dict[str, Tensor]
     """Per table, the local rows that ranks request, by rank; numbered from the first local row."""
+    index: dict[str, Tensor]
+    """Per table, the unique id of each row that this rank requests, by owner. Without an entry: all, ascending."""
     exhausted: tuple[int, ...] = ()
     """Ranks without such a batch, the same on all ranks. If there are any, no ids were sent."""
 
     def empty(self) -> "AllToAllPlan":
         """Return a plan of the same tables and ranks without rows."""
         none = [[0] * len(counts) for counts in self.requested]
-        return AllToAllPlan(none, none, {name: rows[:0] for name, rows in self.local_rows.items()})
+        return AllToAllPlan(none, none, {name: rows[:0] for name, rows in self.local_rows.items()}, {})
 
     def subset(self, requested: Masks, served: Masks) -> "AllToAllPlan":
         """Return the plan of some ids: masks over those that this rank requests and those that it serves."""
@@ -44,7 +46,25 @@ class AllToAllPlan(NamedTuple):
             _count_selected([*requested.values()], self.requested),
             _count_selected([*served.values()], self.served),
         )
-        return AllToAllPlan(*counts, {name: rows[served[name]] for name, rows in self.local_rows.items()})
+        index = {
+            name: self.index[name][mask] if name in self.index else mask.nonzero()[:, 0]
+            for name, mask in requested.items()
+        }
+        return AllToAllPlan(*counts, {name: rows[served[name]] for name, rows in self.local_rows.items()}, index)
+
+    def in_order_of_ids(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all requested rows, which are by owner, in the ascending order of the unique ids."""
+        return {
+            name: torch.empty_like(values).index_copy_(0, self.index[name], values) if name in self.index else values
+            for name, values in rows.items()
+        }
+
+    def by_owner(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of the rows that this rank requests, by owner. `values`: of all unique ids."""
+        return {
+            name: of_ids.index_select(0, self.index[name]) if name in self.index else of_ids
+            for name, of_ids in values.items()
+        }
 
 
 class SplitPlan(NamedTuple):
@@ -52,8 +72,6 @@ class SplitPlan(NamedTuple):
 
     shared: AllToAllPlan
     exclusive: AllToAllPlan
-    mask: Masks
-    """Which of the ids that this rank requests are shared."""
 
 
 class PendingRows(NamedTuple):
@@ -71,6 +89,7 @@ class EmbeddingExchange:
 
     def __init__(self, tables: Sequence[Table], transport: Transport) -> None:
         self._tables, self._transport = list(tables), transport
+        self._positions = [RowPositions(table.order) for table in tables]
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
 
     def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False) -> AllToAllPlan:
@@ -78,19 +97,22 @@ class EmbeddingExchange:
 
         `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts.
         """
-        uniques = [requested[table.name].unique for table in self._tables]
+        index, uniques = {}, [requested[table.name].unique for table in self._tables]
+        for place, (table, position) in enumerate(zip(self._tables, self._positions, strict=True)):
+            if position.order.shards > 1:
+                uniques[place], index[table.name] = position(uniques[place]).sort()
         cuts = [table.cuts(unique, self._world_size) for table, unique in zip(self._tables, uniques, strict=True)]
         counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._world_size)]
         one_each = [1] * self._world_size
         message = torch.tensor([[*count, int(exhausted)] for count in counts], device=uniques[0].device)
         received = self._transport.all_to_all(message, one_each, one_each, name="id counts").wait_on_host().tolist()
         if ended := tuple(rank for rank, (*_, flag) in enumerate(received) if flag):
-            return AllToAllPlan([], [], {}, ended)
+            return AllToAllPlan([], [], {}, {}, ended)
         served = [count for *count, _ in received]
         ids = self._start_transfer(uniques, counts, served, name="ids")()
         first = [table.owned(self._rank, self._world_size).start for table in self._tables]
         local_rows = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
-        return AllToAllPlan(counts, served, local_rows)
+        return AllToAllPlan(counts, served, local_rows, index)
 
     def send_split(
         self, this: AllToAllPlan, following: AllToAllPlan, shared: Mapping[str, SharedIds]
@@ -107,15 +129,15 @@ class EmbeddingExchange:
         masks = _by_table(unpack(got, receive), requested)
         mine = [dict(zip(names, masks[: len(names)], strict=True)), dict(zip(names, masks[len(names) :], strict=True))]
         routes = zip((this, following), mine, found, strict=True)
-        one, other = (SplitPlan(r.subset(m, f), r.subset(_invert(m), _invert(f)), m) for r, m, f in routes)
+        one, other = (SplitPlan(r.subset(m, f), r.subset(_invert(m), _invert(f))) for r, m, f in routes)
         return one, other
 
     def send_rows(self, plan: AllToAllPlan, rows: Mapping[str, Tensor]) -> PendingRows:
-        """Send rows to the ranks that requested them; each rank receives its unique rows, ascending by id."""
+        """Send rows to the ranks that requested them; each rank receives its unique rows, by owner."""
         return self._by_dim(rows, plan.served, plan.requested, name="rows")
 
     def send_gradients(self, plan: AllToAllPlan, gradients: Mapping[str, Tensor]) -> PendingRows:
-        """Send row gradients to the owners, which receive one per row and requesting rank."""
+        """Send row gradients, which are by owner, to the owners, which receive one per row and requesting rank."""
         return self._by_dim(gradients, plan.requested, plan.served, name="row gradients")
 
     def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> PendingRows:

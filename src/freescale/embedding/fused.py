@@ -168,7 +168,8 @@ def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, dev
 def embedding_collection(tables: Sequence[Table]) -> EmbeddingCollection:
     """Return an unsharded collection of tables with one feature each."""
     configs = [
-        EmbeddingConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]) for t in tables
+        EmbeddingConfig(name=t.name, num_embeddings=t.order.positions, embedding_dim=t.dim, feature_names=[t.name])
+        for t in tables
     ]
     return EmbeddingCollection(device=torch.device("meta"), tables=configs)
 

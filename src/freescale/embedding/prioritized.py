@@ -60,6 +60,11 @@ class EmbeddingContext:
         return self.plan is not None and bool(self.plan.exhausted)
 
     @property
+    def served_rows(self) -> int:
+        """Rows that this rank sends for the batch. Defined after the exchange of ids."""
+        return 0 if self.plan is None else sum(map(sum, self.plan.served))
+
+    @property
     def row_gradients(self) -> dict[str, Tensor]:
         """Gradients of all received rows."""
         rows = require(self.rows)
@@ -82,14 +87,14 @@ class RowOperations:
 
     def send_rows(self, context: EmbeddingContext, lane: str) -> None:
         """Send rows to the ranks that requested them. The received rows accumulate gradients."""
-        context.rows = (
-            self._tables.exchanges[lane].send_rows(require(context.plan), _take(context.looked_up_rows)).wait()
-        )
+        plan = require(context.plan)
+        got = self._tables.exchanges[lane].send_rows(plan, _take(context.looked_up_rows)).wait()
+        context.rows = plan.in_order_of_ids(got)
 
     def send_gradients(self, context: EmbeddingContext, lane: str) -> None:
         """Send row gradients to the owners."""
-        exchange = self._tables.exchanges[lane]
-        context.gradients = exchange.send_gradients(require(context.plan), context.row_gradients).wait()
+        exchange, plan = self._tables.exchanges[lane], require(context.plan)
+        context.gradients = exchange.send_gradients(plan, plan.by_owner(context.row_gradients)).wait()
 
     def update_rows(self, context: EmbeddingContext, _: str) -> None:
         """Update local rows, each once."""
@@ -119,9 +124,9 @@ class RowOperations:
 
     def send_exclusive_rows(self, context: EmbeddingContext, lane: str) -> None:
         """Send them, overlapped with compute."""
-        fetch_split = require(context.fetch_split)
-        got = self._tables.exchanges[lane].send_rows(fetch_split.exclusive, _take(context.looked_up_rows)).wait()
-        _scatter_rows(require(context.rows), got, {name: ~mask for name, mask in fetch_split.mask.items()})
+        plan = require(context.fetch_split).exclusive
+        got = self._tables.exchanges[lane].send_rows(plan, _take(context.looked_up_rows)).wait()
+        _scatter_rows(require(context.rows), got, plan.index)
 
     def look_up_collision(self, context: EmbeddingContext, _: str) -> None:
         """Read the rows that the previous batch has just updated."""
@@ -129,16 +134,16 @@ class RowOperations:
 
     def send_collision_rows(self, context: EmbeddingContext, lane: str) -> Callable[[], None]:
         """Start to send them; the next step waits for them."""
-        fetch_split = require(context.fetch_split)
-        coming = self._tables.exchanges[lane].send_rows(fetch_split.shared, _take(context.collision_rows))
-        return lambda: _scatter_rows(require(context.rows), coming.wait(), fetch_split.mask)
+        plan = require(context.fetch_split).shared
+        coming = self._tables.exchanges[lane].send_rows(plan, _take(context.collision_rows))
+        return lambda: _scatter_rows(require(context.rows), coming.wait(), plan.index)
 
     def send_urgent_gradients(self, context: EmbeddingContext, lane: str) -> Callable[[], None] | None:
         """Start to send the gradients of rows that the next batch reads."""
         if context.gradient_split is None:
             return None
-        some = {name: values[context.gradient_split.mask[name]] for name, values in context.row_gradients.items()}
-        coming = self._tables.exchanges[lane].send_gradients(context.gradient_split.shared, some)
+        plan = context.gradient_split.shared
+        coming = self._tables.exchanges[lane].send_gradients(plan, plan.by_owner(context.row_gradients))
         return lambda: context.gradients.update(coming.wait())
 
     def update_urgent(self, context: EmbeddingContext, _: str) -> None:
@@ -150,10 +155,9 @@ class RowOperations:
         """Send all other gradients, overlapped with the next step."""
         gradients, plan = _record_stream(context.row_gradients), require(context.plan)
         if context.gradient_split is not None:
-            mask, plan = context.gradient_split.mask, context.gradient_split.exclusive
-            gradients = {name: values[~mask[name]] for name, values in gradients.items()}
+            plan = context.gradient_split.exclusive
         context.rows = None
-        context.deferred_grads = self._tables.exchanges[lane].send_gradients(plan, gradients).wait()
+        context.deferred_grads = self._tables.exchanges[lane].send_gradients(plan, plan.by_owner(gradients)).wait()
 
     def update_deferred(self, context: EmbeddingContext, _: str) -> None:
         """Update the deferred rows with the learning rate of their own step."""
@@ -209,10 +213,10 @@ def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:
-    """Write received rows to their positions in the batch."""
+def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], index: Mapping[str, Tensor]) -> None:
+    """Write received rows to their positions among the unique ids of the batch."""
     for name, values in some.items():
-        rows[name][where[name]] = values
+        rows[name][index[name]] = values
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

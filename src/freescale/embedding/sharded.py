@@ -20,6 +20,8 @@ from freescale.log import warning_once
 from freescale.transport.base import Transport
 from freescale.transport.world import World
 
+_BLOCK_ROWS = 1 << 16
+
 
 class Shard(Protocol):
     """The local rows of all tables. Threads may use it concurrently, on different rows."""
@@ -109,7 +111,22 @@ class ShardedTables:
         """Return the rows of unique ids without an update. Collective."""
         exchange = self.exchanges["urgent"]
         plan = exchange.send_ids(unique_ids)
-        return exchange.send_rows(plan, self.look_up(plan)).wait()
+        return plan.in_order_of_ids(exchange.send_rows(plan, self.look_up(plan)).wait())
+
+    def read_blocks(self, rank: int, world_size: int) -> dict[str, tuple[int, Tensor]]:
+        """Return the first row and the rows of this rank's block of each table, in the order of rows. Collective."""
+        blocks = [Table(table.name, table.rows, table.dim) for table in self.tables]
+        owned = {block.name: block.owned(rank, world_size) for block in blocks}
+        pieces: dict[str, list[Tensor]] = {name: [self._rows_like[name]] for name in owned}
+        for begin in range(0, max(block.block(world_size) for block in blocks), _BLOCK_ROWS):
+            unique_ids = {}
+            for name, rows in owned.items():
+                some = rows[begin : begin + _BLOCK_ROWS]
+                ids = torch.arange(some.start, some.stop, device=self._rows_like[name].device)
+                unique_ids[name] = UniqueIds(ids, ids - some.start)
+            for name, values in self.read(unique_ids).items():
+                pieces[name].append(values)
+        return {name: (rows.start, torch.cat(pieces[name])) for name, rows in owned.items()}
 
 
 def shard_tables(

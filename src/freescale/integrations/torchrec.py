@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from freescale.config.schema import TransportConfig, TransportName
 from freescale.data.batch import Events
 from freescale.embedding.fused import require_exact
+from freescale.embedding.row_order import interleave
 from freescale.errors import UsageError
 from freescale.integrations.pipeline import PrioritizedEmbeddingCollection, PrioritizedPipeline
 from freescale.transport.base import Transport, Work
@@ -35,6 +36,7 @@ __all__ = [
     "PrioritizedPipeline",
     "TransportEmbeddingSharder",
     "events_from_keyed_jagged",
+    "interleave",
     "keyed_jagged_from_events",
 ]
 

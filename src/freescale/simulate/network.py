@@ -41,18 +41,26 @@ class Topology:
         self._local = min(world_size, round(cluster.ranks_per_host))
         self._leaf = min(world_size, round(cluster.hosts_per_leaf) * self._local)
 
-    def all_to_all(self, size: Floats, *, incoming: bool = False, chunked: bool = False) -> TransferCost:
-        """Return the cost if every rank sends this many bytes evenly to all ranks; `incoming`: receives them."""
+    def all_to_all(
+        self, size: Floats, *, incoming: bool = False, chunked: bool = False, served: Floats | None = None
+    ) -> TransferCost:
+        """Return the cost if every rank sends this many bytes to all ranks; `incoming`: receives them.
+
+        `served`: what each rank has of the other direction, over the mean; evenly by default.
+        """
         c, world_size, local = self._cluster, self._world_size, self._local
         if world_size == 1:
             return TransferCost(0.0, (0.0, 0.0, 0.0))
         beyond = (world_size - local) / world_size
-        own, others = self._sum_by_host(size) * beyond, np.full(world_size, float(size.mean()) * local * beyond)
+        own, mean = self._sum_by_host(size) * beyond, float(size.mean()) * local * beyond
+        others = np.full(world_size, mean) if served is None else self._sum_by_host(served) / local * mean
         if world_size == 2 * local:  # of two hosts, each receives what the other sends
             others = own[::-1].copy()
         got, sent = (own, others) if incoming else (others, own)
         # A rank is done when it has received everything; the last bytes come from the rank that sends the most.
         done = np.minimum(got, local * size * beyond) if incoming else got
+        if incoming:  # a rank that receives the mean waits for the busiest sender
+            done = np.maximum(done, np.minimum(done, mean) * float(sent.max()) / max(mean, 1e-300))
         if c.one_way and not chunked:
             done = done + 6 / (world_size + 4) * self._queueing() * sent
         if not incoming:

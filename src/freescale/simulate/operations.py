@@ -139,15 +139,15 @@ _COMPUTED: dict[str, Callable[[DeviceModel, ModelCost, StepLoad], Floats]] = {
     "plan": lambda _, __, load: load.planning + 0 * load.work,
     "begin": lambda d, _, load: d.between + 0 * load.work,
     "prepare": lambda d, model, load: d.event * model.looked_up * load.events,
-    "split": lambda d, _, load: d.event * load.rows,
-    "look_up": lambda d, _, load: d.row * load.rows,
-    "look_up_exclusive": lambda d, _, load: d.row * (load.rows - load.shared),
-    "look_up_collision": lambda d, _, load: d.row * load.shared,
+    "split": lambda d, _, load: d.event * load.served_rows,
+    "look_up": lambda d, _, load: d.row * load.served_rows,
+    "look_up_exclusive": lambda d, _, load: d.row * load.served_rows * (1 - load.collisions),
+    "look_up_collision": lambda d, _, load: d.row * load.served_rows * load.collisions,
     "forward": lambda d, model, load: d.forward * d.compute_seconds(model, load),
     "backward": lambda d, model, load: (1 - d.forward) * d.compute_seconds(model, load),
-    "update_rows": lambda d, _, load: d.update * load.rows,
-    "update_urgent": lambda d, _, load: d.update * load.shared,
-    "update_deferred": lambda d, _, load: d.update * (load.rows - load.shared),
+    "update_rows": lambda d, _, load: d.update * load.served_rows,
+    "update_urgent": lambda d, _, load: d.update * load.served_rows * load.collisions,
+    "update_deferred": lambda d, _, load: d.update * load.served_rows * (1 - load.collisions),
     "update_dense": lambda d, _, load: d.dense + 0 * load.work,
 }
 """Seconds of every rank."""
@@ -156,16 +156,15 @@ _TO_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
     "send_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
     "send_urgent_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
     "send_deferred_gradients": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
-    "move_samples": lambda _, load: load.moved,
 }
-"""Bytes that every rank sends, evenly to all others."""
+"""Bytes that every rank sends to the owners of its rows."""
 _FROM_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
     "send_split": lambda _, load: 2 * load.rows / 8,
     "send_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
     "send_exclusive_rows": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
     "send_collision_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
 }
-"""Bytes that every rank receives, evenly from all others."""
+"""Bytes that every rank receives from the owners of its rows."""
 
 
 class OperationCosts:
@@ -204,10 +203,12 @@ class OperationCosts:
         if name == "gather_lengths":
             lengths = self._topology.all_gather(3 * _ID_BYTES * load.samples / self.world_size)
             return replace(lengths, latency=2 * lengths.latency), no_bytes  # two rounds: counts, then lengths
+        if name == "move_samples":
+            return self._topology.all_to_all(load.moved, chunked=chunked), load.moved
         for incoming, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
             if name in table:
                 size = table[name](self._model, load)
-                transfer = self._topology.all_to_all(size, incoming=incoming, chunked=chunked)
+                transfer = self._topology.all_to_all(size, incoming=incoming, chunked=chunked, served=load.served)
                 # Ids take two rounds: counts, then ids.
                 return (replace(transfer, latency=2 * transfer.latency) if name == "send_ids" else transfer), size
         raise NotImplementedError(f"the cost of operation '{name}' is not defined; add it to simulate.operations")

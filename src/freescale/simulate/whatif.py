@@ -98,7 +98,8 @@ class Scenario:
         """Plan these steps."""
         hosts = np.arange(world_size) // max(1, round(self.cluster.ranks_per_host))
         rules = self.rules if balanced else None
-        return [plan_step(step, self.model, world_size=world_size, rules=rules, hosts=hosts) for step in steps]
+        options = {"world_size": world_size, "rules": rules, "hosts": hosts}
+        return [plan_step(step, self.model, seed=self.seed + n, **options) for n, step in enumerate(steps)]
 
     def draw_clusters(self) -> list[Cluster]:
         """Draw clusters from the ranges of the figures: the same for all sizes and techniques."""

@@ -17,6 +17,7 @@ from freescale.balance.placement import Floats, Ints
 from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig
 from freescale.data.dataset import DatasetStats
+from freescale.embedding.row_order import Owners, RowOrder, bit_reversal
 from freescale.overlap.schedule import bucket_bytes
 
 SAMPLE_BYTES = 24  # of a sample: its id and its lengths
@@ -71,6 +72,38 @@ class Popularity:
 
 
 @dataclass(frozen=True)
+class RowOwners:
+    """Predicts how many rows each owner serves, from the items of a log."""
+
+    position: Floats
+    """Position of each item in the order of rows, as a share of all positions."""
+    share: Floats
+    """Share of the events of each item."""
+    drawn: float = 0.0
+    """Rows of each item that are looked up at random, per event."""
+
+    @staticmethod
+    def from_stats(stats: DatasetStats, owners: Owners, *, drawn: int = 0) -> "RowOwners":
+        """Build from the items of a log and the rule that assigns their rows to owners."""
+        ids, counts = stats.items.values, stats.items.counts
+        order = RowOrder.of(int(ids.max(initial=0)) + 1, owners)
+        position = order.position(ids, bit_reversal(order.shards))
+        return RowOwners(position / order.positions, counts / max(1, counts.sum()), drawn / order.rows)
+
+    def served(self, events: Floats, rng: np.random.Generator) -> Floats:
+        """Draw the rows that each rank serves over the mean of all, if ranks have so many events.
+
+        Ranks request items independently, so the sum of an owner is nearly normal.
+        """
+        world_size, owner = len(events), (self.position * len(events)).astype(np.int64)
+        absent = np.exp(float(events.mean()) * (np.log1p(-np.minimum(self.share, 1 - 1e-12)) - self.drawn))
+        mean = world_size * np.bincount(owner, 1 - absent, minlength=world_size)
+        deviation = np.sqrt(world_size * np.bincount(owner, absent * (1 - absent), minlength=world_size))
+        rows = np.maximum(0.0, rng.normal(mean, deviation))
+        return rows / max(float(rows.mean()), 1e-300)
+
+
+@dataclass(frozen=True)
 class ModelCost:
     """The cost of training a model, independent of the device."""
 
@@ -89,6 +122,8 @@ class ModelCost:
     """Rows per event before deduplication."""
     micro_batches: int = 1
     sharded: bool = True
+    owners: RowOwners | None = None
+    """None: all owners serve equally many rows."""
 
     @staticmethod
     def from_config(config: RunConfig, stats: DatasetStats) -> "ModelCost":
@@ -111,6 +146,7 @@ class ModelCost:
             looked_up=1 + drawn,
             micro_batches=config.train.micro_batches,
             sharded=sharded,
+            owners=RowOwners.from_stats(stats, config.tables.owners, drawn=drawn),
         )
 
 
@@ -124,6 +160,8 @@ class StepLoad(NamedTuple):
     """Distinct rows."""
     shared: Floats
     """Rows that the previous step needs too."""
+    served: Floats
+    """Rows that the rank serves as an owner, over the mean of all ranks."""
     moved: Floats
     """Bytes of samples that the rank sends to others."""
     samples: int
@@ -133,8 +171,18 @@ class StepLoad(NamedTuple):
 
     def permute_ranks(self, rng: np.random.Generator) -> "StepLoad":
         """Return the same step with permuted ranks."""
-        order, names = rng.permutation(len(self.work)), ("work", "events", "rows", "shared", "moved")
+        order, names = rng.permutation(len(self.work)), ("work", "events", "rows", "shared", "served", "moved")
         return self._replace(**{name: getattr(self, name)[order] for name in names})
+
+    @property
+    def collisions(self) -> float:
+        """Share of the rows that the previous step needs too."""
+        return float(self.shared.sum() / max(1.0, float(self.rows.sum())))
+
+    @property
+    def served_rows(self) -> Floats:
+        """Rows that each rank serves as an owner."""
+        return self.served * self.rows.mean()
 
 
 class SampledStep(NamedTuple):
@@ -154,7 +202,13 @@ def sample_steps(
 
 
 def plan_step(
-    step: SampledStep, model: ModelCost, *, world_size: int, rules: BalanceConfig | None, hosts: Ints | None = None
+    step: SampledStep,
+    model: ModelCost,
+    *,
+    world_size: int,
+    rules: BalanceConfig | None,
+    hosts: Ints | None = None,
+    seed: int = 0,
 ) -> StepLoad:
     """Place the samples as the trainer would; without rules, samples stay on their source rank."""
     lengths, source_rank = step
@@ -170,7 +224,8 @@ def plan_step(
     events, work = sum_by_rank(lengths, rank), sum_by_rank(costs, rank)
     rows, shared = model.popularity.rows(events), model.popularity.shared(events, float(events.sum()))
     moved = sum_by_rank((SAMPLE_BYTES + EVENT_BYTES * lengths) * (rank != source_rank), source_rank)
-    return StepLoad(work, events, rows, shared, moved, len(lengths), planning)
+    served = np.ones(world_size) if model.owners is None else model.owners.served(events, np.random.default_rng(seed))
+    return StepLoad(work, events, rows, shared, served, moved, len(lengths), planning)
 
 
 def extend_steps(loads: Sequence[StepLoad], steps: int, rng: np.random.Generator) -> list[StepLoad]:

@@ -14,8 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from freescale import config as configs
 from freescale.balance.cost import Cost
+from freescale.balance.estimate import is_worthwhile
 from freescale.balance.planner import Planner
 from freescale.balance.prefetch import BalancedBatches, Batches
 from freescale.balance.sample_exchange import SampleExchange
@@ -26,8 +29,9 @@ from freescale.checkpoint.run_folder import require_start
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.errors import INTERRUPTED, DataError, UsageError
-from freescale.log import warning_once
+from freescale.log import info_once, warning_once
 from freescale.models.protocol import Model
+from freescale.overlap.autotune import Autotuner, Setting
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.progress import progress
@@ -36,10 +40,12 @@ from freescale.train.evaluation import build_evaluation, require_labels
 from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import build_model, build_optimizer, build_sharded_model, data_parallel
 from freescale.train.step import Step
+from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
 from freescale.transport.selection import TransportSelection, select_transports, transport_for_samples
 from freescale.transport.world import World, destroy_world, restart_count
 
+_SAMPLED_GROUPS = 16  # row groups whose lengths decide balance.mode = "auto"
 _MIN_STEPS_PER_INTERVAL = 16  # of bubbles: shorter intervals cost more than they are worth
 
 
@@ -102,8 +108,10 @@ def build(
     transports.urgent.add_tracer(profiler.recorder.begin_transfer)
     parallel = data_parallel(sharded.module, world, profiler.recorder)
     optimizer = build_optimizer(config, sharded.module.parameters())
-    schedule = _build_schedule(config, overlaps=transports.deferred is not None)
+    schedules = _build_schedules(config)
+    schedule = schedules[transports.deferred is not None]
     step = Step(parallel, sharded.tables, optimizer, schedule, world, profiler.recorder, transports, config.train)
+    tuner = Autotuner(_settings(config, transports))
     cost = _build_cost(config, model)
     batches, planner = _balance(config, world, loader, cost, profiler.recorder, transports.name)
     components = TrainerComponents(
@@ -116,10 +124,11 @@ def build(
         tables=sharded.tables,
         optimizer=optimizer,
         step=step,
+        autotuner=StepAutotuner(step, tuner, schedules, transports.deferred_choices, world),
         profiler=profiler,
         cost=cost,
         data=loader.identity,
-        evaluate=None if model else build_evaluation(config, world, sharded.module, sharded.tables),
+        evaluate=None if model else build_evaluation(config, world, sharded.module),
     )
     metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
     for line in [*sharded.plan, *transports.reasons]:
@@ -134,14 +143,22 @@ def _select_transports(config: RunConfig, world: World, loader: Loader) -> Trans
     manifest = loader.dataset.manifest
     length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
     tokens = config.data.global_batch / world.world_size * length
-    overlaps = config.tables.overlap == "on"
-    return select_transports(world, config.transport, deferred=overlaps, sent_bytes=int(tokens * config.model.dim * 4))
+    size, overlap = int(tokens * config.model.dim * 4), config.tables.overlap
+    compared = overlap == "auto"
+    return select_transports(world, config.transport, deferred=overlap != "off", sent_bytes=size, compared=compared)
 
 
-def _build_schedule(config: RunConfig, *, overlaps: bool) -> Schedule:
-    """Return the schedule of a step, checked for hazards."""
+def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting]:
+    """Return the settings of a step that training compares. The first one is that of the first step."""
+    overlapping = [Setting(overlap=True, deferred=name) for name in transports.deferred_choices]
+    return overlapping if config.tables.overlap == "on" and overlapping else [*overlapping, Setting(overlap=False)]
+
+
+def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
+    """Return the schedules of a step without and with overlap, checked for hazards."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
-    return require_safe(overlapped(micro_batches=parts) if overlaps else serial(sharded=sharded, micro_batches=parts))
+    without = require_safe(serial(sharded=sharded, micro_batches=parts))
+    return {False: without, True: require_safe(overlapped(micro_batches=parts))}
 
 
 def _build_cost(config: RunConfig, model: Model | None) -> Cost:
@@ -151,11 +168,25 @@ def _build_cost(config: RunConfig, model: Model | None) -> Cost:
     return Cost.of_model(config.model) if model is None else Cost(token=1.0)
 
 
+def _is_balanced(config: RunConfig, world: World, loader: Loader, cost: Cost) -> bool:
+    """Return whether samples are balanced. `auto` depends on the data and the config alone, never on a clock."""
+    if config.balance.mode != "auto":
+        return config.balance.mode == "on"
+    groups = np.unique(np.linspace(0, loader.dataset.layout.groups - 1, _SAMPLED_GROUPS).astype(np.int64)).tolist()
+    lengths = np.concatenate([loader.dataset.read_group(group).columns["item_id"].lengths for group in groups])
+    costs = cost.of(np.minimum(lengths, config.data.max_history))
+    batch = max(1, config.data.global_batch // world.world_size)
+    worthwhile = is_worthwhile(costs, world_size=world.world_size, batch=batch)
+    if world.is_rank_zero:
+        info_once(f"balance.mode = auto: samples {'are' if worthwhile else 'are not'} balanced, by their lengths")
+    return worthwhile
+
+
 def _balance(
     config: RunConfig, world: World, loader: Loader, cost: Cost, recorder: Recorder, transport_name: str
 ) -> tuple[Batches, Planner | None]:
     """Return the balanced batches and their planner; the loader itself if there is nothing to balance."""
-    if config.balance.mode == "off" or world.world_size == 1:
+    if world.world_size == 1 or not _is_balanced(config, world, loader, cost):
         return loader, None
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")

@@ -25,6 +25,7 @@ from freescale.log import warning_once
 from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import SequenceModule
 from freescale.train.step import Step
+from freescale.train.step_autotuner import StepAutotuner
 from freescale.transport.world import World, new_group, restart_count
 
 _LOADED, _DAMAGED, _MISMATCH = range(3)
@@ -48,6 +49,7 @@ class TrainerComponents:
     tables: ShardedTables | None
     optimizer: torch.optim.Optimizer
     step: Step
+    autotuner: StepAutotuner
     profiler: StepProfiler
     cost: Cost
     """Cost model of a sample, for the report."""
@@ -229,6 +231,8 @@ class CheckpointManager:
         if components.planner is not None and facts["balance"] is not None:
             components.planner.load_state_dict(facts["balance"])
         components.step.grad_norm_monitor.load_state_dict(facts["norms"])
+        if "autotune" in facts:
+            components.autotuner.load_state_dict(facts["autotune"])
         self._interval.load_state_dict(facts["interval"])
         progress.cursor, progress.done = facts["cursor"], facts["step"]
         progress.excluded |= set(facts["left_out"])
@@ -252,6 +256,7 @@ class CheckpointManager:
             "cursor": progress.cursor,
             "left_out": sorted(progress.excluded),
             "norms": components.step.grad_norm_monitor.state_dict(),
+            "autotune": components.autotuner.state_dict(),
             "interval": self._interval.state_dict(),
             "balance": components.planner.state_dict() if components.planner is not None else None,
             "data": asdict(components.data),

@@ -68,6 +68,7 @@ _CHARTS = (
         {"imbalance_before": "unbalanced", "imbalance_after": "balanced"},
         tight=True,
     ),
+    _Chart("Rows of the busiest owner over the mean", {"busiest_owner": "busiest owner"}, tight=True),
     _Chart("Tokens moved to balance", {"moved_tokens": "of all tokens"}, percent=True),
 )
 

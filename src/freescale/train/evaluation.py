@@ -17,7 +17,6 @@ from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import DataIdentity
-from freescale.embedding.sharded import ShardedTables
 from freescale.errors import ConfigError, DataError, suggest
 from freescale.log import warning_once
 from freescale.models.ranking import Ranking
@@ -36,9 +35,7 @@ _REPORTED = {"ne": "lifetime_ne", "auc": "window_auc"}
 Evaluation = Callable[[], dict[str, float]]
 
 
-def build_evaluation(
-    config: RunConfig, world: World, module: SequenceModule, tables: ShardedTables | None
-) -> Evaluation | None:
+def build_evaluation(config: RunConfig, world: World, module: SequenceModule) -> Evaluation | None:
     """Return the function that evaluates a run of this config; None where there is nothing to evaluate on."""
     if not config.data.test_path and (config.data.split == "none" or config.task.kind == "ranking"):
         return None
@@ -52,10 +49,10 @@ def build_evaluation(
         batches = track(loader, "evaluating", unit="batches")
         if config.task.kind == "retrieval":
             exclude_seen = config.task.seen == "exclude"
-            corpus = Corpus(module, tables, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
+            corpus = Corpus(module, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
             metrics = _retrieval_metrics(batches, corpus, config, world)
         else:
-            metrics = ranking_metrics(Ranker(module, tables, world.device), batches, world)
+            metrics = ranking_metrics(Ranker(module, world.device), batches, world)
         if config.data.test_path:  # training reports on events held out of its own data
             for line in loader.report():
                 warning_once(f"in {config.data.test_path}: {line}")
@@ -150,7 +147,6 @@ class Corpus:
     """
 
     module: SequenceModule
-    tables: ShardedTables | None
     items: int
     """Items that can be recommended; rows beyond them are shared by unknown items."""
     device: torch.device
@@ -219,7 +215,7 @@ class Corpus:
 
     def _queries(self, batch: Batch) -> Tensor:
         inputs = self._model.prepare_query(batch)
-        return self._model.encode_query(inputs, self.module.read_rows(inputs.ids, self.tables))
+        return self._model.encode_query(inputs, self.module.read_rows(inputs.ids))
 
     def _chunks(self) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, self.items, self.chunk):
@@ -227,7 +223,7 @@ class Corpus:
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the item vectors that queries are compared with."""
-        return self._model.encode_items(self.module.read_rows({"item": ids}, self.tables)["item"].lookup())
+        return self._model.encode_items(self.module.read_rows({"item": ids})["item"].lookup())
 
 
 def _sample_of_events(events: Events) -> Tensor:
@@ -275,14 +271,13 @@ class Ranker:
     """A model that scores candidates. Every rank must call it equally often: fetching rows is collective."""
 
     module: SequenceModule
-    tables: ShardedTables | None
     device: torch.device
 
     @torch.no_grad()
     def probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the predicted probability of each label of each candidate, and the label: [candidates, tasks] both."""
         inputs = self.model.prepare(batch.to(self.device))
-        logits = self.model.logits(inputs, self.module.read_rows(inputs.ids, self.tables))
+        logits = self.model.logits(inputs, self.module.read_rows(inputs.ids))
         return logits.double().sigmoid(), inputs.labels.double()
 
     @property

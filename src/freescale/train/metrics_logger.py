@@ -5,6 +5,7 @@ Rank 0 writes; the logger of other ranks does nothing. Each entry has a kind, a 
 start      training begins or continues: on how many ranks, and why
 train      means since the previous train entry, every `train.log_every` steps
 evaluate   metrics of the held-out part
+autotune   the selected setting of a step, and milliseconds of a step with each setting
 fault      a loss or gradient that is not finite
 recovery   how long it took to continue after the loss of a rank
 rewind     later steps were dropped because they are computed again; `reached` is the last of them
@@ -95,6 +96,8 @@ class MeterReading(NamedTuple):
     """Mean and maximum, the same on all ranks."""
     balance: dict[str, float]
     """Means over the planned placements; empty without balancing."""
+    served_rows: list[float]
+    """Per step, the rows of sharded tables that this rank sent to all ranks."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -131,6 +134,7 @@ class StepMeter:
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._steps = 0
+        self._served: list[float] = []
         self._counts = np.zeros(len(_SUMMED) - 1)
         self._planned = None if self._planner is None else self._planner.sums
         self._since = time.perf_counter()
@@ -145,6 +149,7 @@ class StepMeter:
     def count(self, state: "StepState") -> None:
         """Count a finished step."""
         self._steps += 1
+        self._served.append(float(state.embedding.served_rows))
         self._counts += len(state.batch), int(state.batch.history.offsets[-1]), *_count_ids(state)
         if not state.fault and state.grad_norm is not None:
             self._losses += [loss.detach() for loss in state.losses]
@@ -161,7 +166,9 @@ class StepMeter:
             loss, mean, largest = values.tolist()
         seconds = time.perf_counter() - self._since
         sums = [loss, *self._counts.tolist()]
-        reading = MeterReading(sums, seconds, self._steps, len(self._norms), (mean, largest), self._balance())
+        reading = MeterReading(
+            sums, seconds, self._steps, len(self._norms), (mean, largest), self._balance(), self._served
+        )
         self.restart()
         return reading
 
@@ -171,6 +178,14 @@ class StepMeter:
         plans, *sums = (self._planner.sums - self._planned).tolist()
         names = ("imbalance_before", "imbalance_after", "moved_tokens")
         return {name: value / plans for name, value in zip(names, sums, strict=True)} if plans else {}
+
+
+def busiest_owner(total: "Tensor", largest: "Tensor", world_size: int) -> dict[str, float]:
+    """Return the rows that the busiest rank serves, over the mean of all ranks; mean of the steps. Both are by step."""
+    served = total > 0
+    if not served.any():
+        return {}
+    return {"busiest_owner": float((largest[served] / (total[served] / world_size)).mean())}
 
 
 def _count_ids(state: "StepState") -> tuple[int, int, int, int]:

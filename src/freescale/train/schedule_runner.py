@@ -13,6 +13,7 @@ from freescale.embedding.prioritized import EmbeddingContext, EmbeddingMemory, e
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Completion, Executor, Streams
 from freescale.overlap.schedule import Operation, Schedule
+from freescale.transport.base import Transport
 from freescale.transport.selection import TransportSelection
 
 
@@ -39,18 +40,28 @@ class ScheduleRunner(Generic[S]):
         recorder: Recorder | None,
         device: torch.device,
     ) -> None:
-        if missing := {operation.name for operation in schedule.operations} - operations.keys():
-            raise ValueError(f"the operation table lacks {', '.join(sorted(missing))}")
-        self._operations, self._recorder = operations, recorder
+        self._operations, self._recorder, self._tables = operations, recorder, tables
         self._deferred_cause = ""
         """Cause of the operation that the deferred lane runs now."""
         self.peak_bytes = EmbeddingMemory(0, 0, 0)
         """The most bytes that unfinished batches held after a step."""
-        if transports.deferred is not None and tables is not None:
-            transports.deferred.add_tracer(None if recorder is None else partial(self._trace_deferred, recorder))
-            tables.add_lane("deferred", transports.deferred)
-        streams = Streams() if device.type == "cpu" else SideStream(device)
-        self.executor: Executor[S] = Executor(schedule, self._perform, self._waiting, streams=streams)
+        self._streams = Streams() if device.type == "cpu" else SideStream(device)
+        self.executor = self._build_executor(schedule, transports.deferred)
+
+    def switch(self, schedule: Schedule, deferred: Transport | None) -> None:
+        """Continue with another schedule. Waits for all operations; prefetched rows are fetched anew."""
+        self.executor.discard_prefetched()
+        self.executor.close()
+        self.executor = self._build_executor(schedule, deferred)
+
+    def _build_executor(self, schedule: Schedule, deferred: Transport | None) -> Executor[S]:
+        if missing := {operation.name for operation in schedule.operations} - self._operations.keys():
+            raise ValueError(f"the operation table lacks {', '.join(sorted(missing))}")
+        if deferred is not None and self._tables is not None:
+            recorder = self._recorder
+            deferred.add_tracer(None if recorder is None else partial(self._trace_deferred, recorder))
+            self._tables.add_lane("deferred", deferred)
+        return Executor(schedule, self._perform, self._waiting, streams=self._streams)
 
     def run(self, state: S, following: S | None) -> None:
         """Run one step. Rows of `following` and gradients of `state` may still be in transfer afterwards."""

@@ -27,12 +27,17 @@ _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": R
 
 
 class SequenceModule(nn.Module):
-    """The sequence model and its replicated tables. Maps inputs and embedding rows to the sum of the losses."""
+    """The sequence model and its tables. Maps inputs and embedding rows to the sum of the losses.
 
-    def __init__(self, model: Model, replicated: ReplicatedTables | None) -> None:
+    Replicated tables are part of the module. Sharded tables are not: DDP must not replicate them.
+    """
+
+    def __init__(
+        self, model: Model, *, replicated: ReplicatedTables | None = None, sharded: ShardedTables | None = None
+    ) -> None:
         super().__init__()
         # In the order of use: DDP sends gradients in reverse order, and those of tables are complete last.
-        self.replicated, self.model = replicated, model
+        self.replicated, self.model, self.sharded = replicated, model, sharded
 
     def unique_ids(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, UniqueIds]]:
         """Return for each part of a batch the distinct ids of the whole batch, and its own positions among them."""
@@ -52,10 +57,10 @@ class SequenceModule(nn.Module):
             fetched = self.replicated({name: unique.unique for name, unique in ids.items()})
         return {name: Rows(fetched[name], unique.inverse) for name, unique in ids.items()}
 
-    def read_rows(self, ids: Mapping[str, Tensor], tables: ShardedTables | None) -> dict[str, Rows]:
+    def read_rows(self, ids: Mapping[str, Tensor]) -> dict[str, Rows]:
         """Return the rows of ids without preparing an update. With sharded tables this is a collective."""
         (unique,) = self.unique_ids([ids])
-        return self.rows(unique, None if tables is None else tables.read(unique))
+        return self.rows(unique, None if self.sharded is None else self.sharded.read(unique))
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights under the model's own names, replicated tables as `tables.NAME`."""
@@ -86,14 +91,19 @@ def build_sharded_model(
     `transport`: moves embedding rows; the world's transport by default.
     """
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
-    tables = [Table(name, rows, dim) for name, (rows, dim) in model.tables.items()]
+    tables = model_tables(config, model)
     if config.tables.placement == "replicated":
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
-        module = SequenceModule(model, replicated).to(world.device, dtype)
+        module = SequenceModule(model, replicated=replicated).to(world.device, dtype)
         return ShardedModel(module, None, describe_replicated_tables(tables, dtype))
     sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
-    module = SequenceModule(model, None).to(world.device, dtype)
+    module = SequenceModule(model, sharded=sharded).to(world.device, dtype)
     return ShardedModel(module, sharded, describe_sharded_tables(sharded, world.world_size))
+
+
+def model_tables(config: RunConfig, model: Model) -> list[Table]:
+    """Return the tables that a model needs."""
+    return [Table(name, rows, dim, config.tables.owners) for name, (rows, dim) in model.tables.items()]
 
 
 def build_model(config: RunConfig, *, items: int) -> Model:

@@ -25,6 +25,7 @@ from freescale.overlap.schedule import Operation, Schedule
 from freescale.train.nonfinite import GradNormMonitor, are_finite, nonfinite_samples
 from freescale.train.schedule_runner import Perform, S, ScheduleRunner
 from freescale.train.sharded_model import SequenceModule, backward
+from freescale.transport.base import Transport
 from freescale.transport.selection import TransportSelection
 from freescale.transport.world import World
 
@@ -147,7 +148,16 @@ class Step:
         """Whether this rank withheld row gradients in a step whose dense gradient was finite."""
         operations = operation_table(self, tables)
         self._runner = ScheduleRunner(schedule, operations, tables, transports, recorder, world.device)
-        self.looks_ahead = self._runner.executor.prefetches
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step prefetches rows of the next batch."""
+        return self._runner.executor.prefetches
+
+    def switch(self, schedule: Schedule, deferred: Transport | None) -> None:
+        """Continue with another schedule and transport of the deferred lane. The training result does not change."""
+        self._transports = self._transports._replace(deferred=deferred)
+        self._runner.switch(schedule, deferred)
 
     def run(
         self, batch: Batch, rates: LearningRates, *, stop: bool = False, following: Batch | None = None
@@ -222,7 +232,7 @@ class Step:
 
     def report(self) -> list[str]:
         """Return how much memory overlapped transfers took, as human-readable lines."""
-        if not self.looks_ahead:
+        if not any(self._runner.peak_bytes):
             return []
         ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in self._runner.peak_bytes)
         return [f"overlapped transfers held at most {rows} of rows, {gradients} of row gradients, {ids} of ids"]

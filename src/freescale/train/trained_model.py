@@ -42,8 +42,7 @@ class TrainedModel:
             what = f"this run was trained for {self.config.task.kind}, which does not rank the corpus"
             raise UsageError(what, remedy='use a run with task.kind = "retrieval"')
         exclude_seen = self.config.task.seen == "exclude"
-        module, tables = self.sharded.module, self.sharded.tables
-        return Corpus(module, tables, self.items, self.world.device, exclude_seen=exclude_seen)
+        return Corpus(self.sharded.module, self.items, self.world.device, exclude_seen=exclude_seen)
 
 
 def load_config(run: Path, data: str | None = None) -> configs.RunConfig:
@@ -80,8 +79,9 @@ def export_model(trained: TrainedModel, folder: Path) -> list[str]:
         written["model.safetensors"] = export.write_tensors(folder / "model.safetensors", weights)
     if tables is not None:
         name = f"tables-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
-        rows = {f"tables.{table.name}": tables.shard.state()[table.name] for table in tables.tables}
-        first = {f"tables.{table.name}": table.owned(world.rank, world.world_size).start for table in tables.tables}
+        blocks = tables.read_blocks(world.rank, world.world_size)
+        rows = {f"tables.{table}": values for table, (_, values) in blocks.items()}
+        first = {f"tables.{table}": row for table, (row, _) in blocks.items()}
         written[name] = export.write_tensors(folder / name, rows, first)
     lists = [folder / f"written-{rank:05d}.json" for rank in range(world.world_size)]
     lists[world.rank].write_text(json.dumps(written))

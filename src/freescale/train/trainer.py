@@ -15,8 +15,9 @@ from freescale.config import TrainConfig
 from freescale.data.batch import Batch
 from freescale.errors import DataError
 from freescale.log import info_once
+from freescale.overlap.autotune import Setting
 from freescale.train.checkpoint_manager import CheckpointManager, TrainerComponents, TrainingProgress
-from freescale.train.metrics_logger import MetricsLogger, StepMeter
+from freescale.train.metrics_logger import MetricsLogger, StepMeter, busiest_owner
 from freescale.train.nonfinite import FaultPolicy, NonFiniteFault, gather_samples
 from freescale.train.step import LearningRates, StepState
 from freescale.transport.world import restart_count
@@ -100,10 +101,11 @@ class Trainer:
         item = next(batches, None)
         while item is not None and not stopped:
             batch, self.progress.cursor = item
-            item = next(batches, None) if step.looks_ahead else None
+            item = next(batches, None) if self.components.autotuner.begin_step() else None
             following = None if item is None else item[0]
             state = step.run(batch, self._learning_rates(), stop=self._stop_requested_at > 0, following=following)
             self.progress.done += 1
+            self.components.autotuner.end_step(self._log_setting)
             self._loss_terms.count(state.loss_terms)
             self.checkpoints.log_recovery()
             with self.components.world.transport.guard("bubbles"):
@@ -117,7 +119,7 @@ class Trainer:
             with profiler.record("host"):
                 if self.checkpoints.is_due(stopped=stopped):
                     self.checkpoints.save()
-            if not step.looks_ahead and not stopped:
+            if item is None and not stopped:
                 item = next(batches, None)
         return stopped
 
@@ -184,11 +186,20 @@ class Trainer:
             return
         reading, world = self._meter.read(), self.components.world
         proposal = self.checkpoints.propose_next(reading.seconds_per_step) if world.is_rank_zero else 0
-        values = torch.tensor([*reading.sums, proposal], dtype=torch.float64)
-        *sums, next_save = world.transport.reduce_values(values, name="progress").tolist()
+        served = torch.tensor(reading.served_rows, dtype=torch.float64)
+        values = torch.cat([torch.tensor([*reading.sums, proposal], dtype=torch.float64), served])
+        total = world.transport.reduce_values(values, name="progress")
+        largest = world.transport.reduce_values(served, name="progress", op=torch.distributed.ReduceOp.MAX)
+        *sums, next_save = total[: -len(served)].tolist()
         self.checkpoints.set_next(int(next_save))
-        entry = reading.entry(sums) | {"lr": state.rates.dense, "tables_lr": state.rates.tables}
+        entry = reading.entry(sums) | busiest_owner(total[-len(served) :], largest, world.world_size)
+        entry |= {"lr": state.rates.dense, "tables_lr": state.rates.tables}
         self._metrics.log_progress(done, entry, seconds_left=(steps - done) * reading.seconds_per_step)
+
+    def _log_setting(self, setting: Setting, ms: dict[str, float]) -> None:
+        self._metrics.write({"kind": "autotune", "step": self.progress.done, "setting": str(setting), "ms": ms})
+        times = ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items())
+        self._metrics.print_line(f"step {self.progress.done}: {setting} is selected; a step takes {times}")
 
     def _evaluate_if_due(self) -> None:
         steps, every, done = len(self.components.loader), self._train.evaluate_every, self.progress.done

@@ -59,6 +59,8 @@ class TransportSelection(NamedTuple):
     """Human-readable."""
     name: str = "c10d"
     """Name of the deferred transport, or of the urgent one if nothing is deferred."""
+    deferred_choices: Mapping[str, Transport] = {}
+    """The deferred transport and, for `auto`, the next best one: training steps decide between them."""
 
     def for_lane(self, lane: str) -> Transport:
         """Return the transport of a lane."""
@@ -132,11 +134,12 @@ class TransportFactory:
 
 
 def select_transports(
-    world: World, config: TransportConfig, *, deferred: bool, sent_bytes: int = 1 << 20
+    world: World, config: TransportConfig, *, deferred: bool, sent_bytes: int = 1 << 20, compared: bool = False
 ) -> TransportSelection:
     """Create the transport of each lane: the configured one, or for `auto` the one that measures best. Collective.
 
     `sent_bytes`: approximate bytes that a rank sends per transfer; transports are measured with that size.
+    `compared`: training steps will compare deferred transports, so create the next best one too.
     """
     if world.world_size == 1:
         return TransportSelection(world.transport, None, [])
@@ -149,7 +152,9 @@ def select_transports(
     reasons = [explain(lane, name, timings if configured[lane] == "auto" else []) for lane, name in names.items()]
     if not deferred:
         return TransportSelection(urgent, None, reasons, names["urgent"])
-    return TransportSelection(urgent, factory.create(names["deferred"], urgent=urgent), reasons, names["deferred"])
+    best, second = names["deferred"], second_best(timings) if config.deferred == "auto" and compared else None
+    choices = {name: factory.create(name, urgent=urgent) for name in (best, second) if name is not None}
+    return TransportSelection(urgent, choices[best], reasons, best, choices)
 
 
 def transport_for_samples(name: str, *, timeout: float) -> tuple[Transport, NDArray[np.int64]]:
@@ -171,6 +176,12 @@ def best_transport(timings: Sequence[TransportTiming], lane: str) -> str:
     seconds = _seconds(timings, lane)
     best = min(seconds, key=lambda name: seconds[name], default="c10d")
     return best if best != "c10d" and seconds[best] < _MARGIN * seconds["c10d"] else "c10d"
+
+
+def second_best(timings: Sequence[TransportTiming]) -> str | None:
+    """Return the transport to compare with the best one for deferred transfers: the next best; None without any."""
+    seconds, best = _seconds(timings, "deferred"), best_transport(timings, "deferred")
+    return min((name for name in seconds if name != best), key=lambda name: seconds[name], default=None)
 
 
 def explain(lane: str, name: str, timings: Sequence[TransportTiming]) -> str:
