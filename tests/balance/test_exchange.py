@@ -13,8 +13,7 @@ import torch
 from freescale.balance.cost import Cost
 from freescale.balance.placement import Ints, Placement
 from freescale.balance.planner import Planner
-from freescale.balance.prefetch import BalancedBatches
-from freescale.balance.sample_exchange import SampleExchange
+from freescale.balance.sample_exchange import BalancedBatches, SampleExchange
 from freescale.config import BalanceConfig, DataConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import Loader

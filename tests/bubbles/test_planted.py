@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freescale.balance.prefetch import Batches
+from freescale.balance.sample_exchange import Batches
 from freescale.bench.emulated import EmulatedModel
 from freescale.bubbles.events import CAUSES, TRAFFIC
 from freescale.bubbles.ledger import account, segments

@@ -20,8 +20,7 @@ from freescale import config as configs
 from freescale.balance.cost import Cost
 from freescale.balance.estimate import is_worthwhile
 from freescale.balance.planner import Planner
-from freescale.balance.prefetch import BalancedBatches, Batches
-from freescale.balance.sample_exchange import SampleExchange
+from freescale.balance.sample_exchange import BalancedBatches, Batches, SampleExchange
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import checkpoints

@@ -12,7 +12,7 @@ import torch
 
 from freescale.balance.cost import Cost
 from freescale.balance.planner import Planner
-from freescale.balance.prefetch import Batches
+from freescale.balance.sample_exchange import Batches
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import checkpoints
 from freescale.checkpoint.checkpoints import CheckpointWriter
