@@ -1,5 +1,6 @@
 """The training result does not depend on which rank computes a sample, or with how many others."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from freescale.config import RunConfig
 from tests.support.ranks import Ranks
-from tests.support.training import Arrays, apart, gradients, placed, small, whole
+from tests.support.training import Arrays, apart, gradients, placed, same, small, whole
 
 STEPS, WHOLE_STEPS = 8, 20
 PLACES = ("equal", "unequal", "last rank empty", "all on rank 1")
@@ -39,6 +40,22 @@ def test_any_placement_and_world_size_gives_the_same_result(
             other_losses, other = train(groups[count], config, tmp_path, place, steps)
             assert np.allclose(losses, other_losses, rtol=1e-9, atol=0), (count, place)
             assert apart(alone, other) < 1e-9, (count, place)
+
+
+@pytest.mark.parametrize("kind", ["hstu, row-wise adagrad", "ranking"])
+def test_micro_batches_train_as_one_batch_does_and_repeat_bitwise(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, kind: str
+) -> None:
+    config = small(log, **KINDS[kind])
+    losses, one = train(groups[2], config, tmp_path, "unequal", STEPS)
+    in_parts = replace(config, train=replace(config.train, micro_batches=4))
+    (split_losses, split), (again_losses, again) = (
+        train(groups[2], in_parts, tmp_path, "unequal", STEPS) for _ in range(2)
+    )
+    assert np.allclose(losses, split_losses, rtol=1e-9, atol=0)
+    assert apart(one, split) < 1e-9
+    assert split_losses == again_losses
+    assert same(split, again)
 
 
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])

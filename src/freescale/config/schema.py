@@ -171,7 +171,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: autocast forward. fp64: for exactness tests; sharded tables then use plain torch instead of FBGEMM."""
     micro_batches: int = 1
-    """Micro-batches per step and rank. More use less memory; the result is the same."""
+    """Micro-batches per step and rank, of about equal cost. More use less memory; the result is the same."""
     log_every: int = 10
     """Steps between two log lines."""
     evaluate_every: int = 0

@@ -3,7 +3,6 @@
 Slices share memory with the window, so a step copies nothing unless it spans two windows.
 """
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -216,21 +215,16 @@ class Batch:
             return self
         return self.with_groups({name: events.to(device) for name, events in self.groups().items()})
 
-    def split(self, count: int) -> list["Batch"]:
-        """Split into `count` micro-batches of about equally many samples. Some may be empty."""
-        if count == 1:
-            return [self]
-        groups, cuts = self.groups(), [len(self) * i // count for i in range(count + 1)]
-        splits = [{name: e.slice(*ends) for name, e in groups.items()} for ends in itertools.pairwise(cuts)]
-        return [self.with_groups(split) for split in splits]
+    def select(self, samples: torch.Tensor) -> "Batch":
+        """These samples, copied. The batch must be on the CPU."""
+        return self.with_groups({name: events.select(samples) for name, events in self.groups().items()})
 
     def exclude(self, sample_ids: Collection[int]) -> "Batch":
         """Drop the samples with these ids."""
         if not sample_ids:
             return self
         kept = ~torch.isin(self.sample_id, torch.tensor(sorted(sample_ids), dtype=torch.int64))
-        samples = kept.nonzero()[:, 0]
-        return self if kept.all() else self.with_groups({n: e.select(samples) for n, e in self.groups().items()})
+        return self if kept.all() else self.select(kept.nonzero()[:, 0])
 
     def groups(self) -> dict[str, Events]:
         """Features grouped by shared offsets: per sample, per history event, per candidate, per target."""

@@ -109,9 +109,9 @@ def build(
     optimizer = build_optimizer(config, sharded.module.parameters())
     schedules = _build_schedules(config)
     schedule = schedules[transports.deferred is not None]
-    step = Step(parallel, sharded.tables, optimizer, schedule, world, profiler.recorder, transports, config.train)
-    tuner = Autotuner(_settings(config, transports))
     cost = _build_cost(config, model)
+    step = Step(parallel, sharded.tables, optimizer, schedule, world, profiler.recorder, transports, config.train, cost)
+    tuner = Autotuner(_settings(config, transports))
     batches, planner = _balance(config, world, loader, cost, profiler.recorder, transports.name)
     components = TrainerComponents(
         config=config,

@@ -124,12 +124,17 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.sum().isfinite()) for tensor in tensors)
 
 
-def nonfinite_samples(module: SequenceModule, batch: Batch, fetched: Mapping[str, Tensor] | None) -> list[int]:
+def nonfinite_samples(
+    module: SequenceModule, batch: Batch, fetched: Mapping[str, Tensor] | None, *, device: torch.device
+) -> list[int]:
     """Return the samples of a batch whose own loss or gradient is not finite, computed one by one; maybe none.
 
     `fetched`: the rows of the batch, if tables are sharded.
     """
-    parts = [module.model.prepare(part) for part in batch.split(max(1, len(batch)))]
+    if not len(batch):
+        return []
+    singles = [batch.select(torch.tensor([index])) for index in range(len(batch))]
+    parts = [module.model.prepare(single.to(device)) for single in singles]
     leaves = [values.detach().requires_grad_() for values in (fetched or {}).values()]
     rows = None if fetched is None else dict(zip(fetched, leaves, strict=True))
     weights = [weight for weight in module.parameters() if weight.requires_grad]

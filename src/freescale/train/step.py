@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from freescale.balance.assign import assign
+from freescale.balance.cost import Cost
 from freescale.bubbles.recorder import Recorder
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
@@ -125,6 +128,19 @@ class StepState:
         return float(torch.stack([loss.detach() for loss in self.losses]).sum())
 
 
+def split_by_cost(batch: Batch, count: int, cost: Cost) -> list[Batch]:
+    """Split a batch into `count` micro-batches of about equal cost. Some may be empty.
+
+    Peak memory is that of the largest micro-batch. The samples of each one keep their order. The split depends on the
+    lengths alone, so repeated runs add in the same order.
+    """
+    if count == 1:
+        return [batch]
+    costs = cost.of(batch.history.lengths, 0 if batch.candidates is None else batch.candidates.lengths)
+    part = assign(costs, np.zeros(len(batch)), world_size=count, strategy="lpt").rank
+    return [batch.select(torch.from_numpy(np.flatnonzero(part == index))) for index in range(count)]
+
+
 class Step:
     """Trains on one batch at a time. Its public operations stand in the order of a serial step."""
 
@@ -138,10 +154,12 @@ class Step:
         recorder: Recorder,
         transports: TransportSelection,
         config: TrainConfig,
+        cost: Cost,
     ) -> None:
         self._parallel, self._optimizer, self._world, self._transports = parallel, optimizer, world, transports
         self._module: SequenceModule = parallel.module
-        self._recorder, self._config, self.grad_norm_monitor = recorder, config, GradNormMonitor(config.spike)
+        self._recorder, self._config, self._cost = recorder, config, cost
+        self.grad_norm_monitor = GradNormMonitor(config.spike)
         self.nonfinite_samples: list[int] = []
         """Samples of this rank with a NaN or infinite loss or gradient, until the trainer has handled them."""
         self.partially_applied = False
@@ -176,8 +194,8 @@ class Step:
 
     def prepare(self, state: StepState, _: Operation) -> None:
         """Lay out the batch and find the distinct ids whose rows it needs."""
-        batch = state.batch.to(self._world.device)
-        state.inputs = [self._module.model.prepare(part) for part in batch.split(self._config.micro_batches)]
+        parts = split_by_cost(state.batch, self._config.micro_batches, self._cost)
+        state.inputs = [self._module.model.prepare(part.to(self._world.device)) for part in parts]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
         state.unique_ids = self._module.unique_ids([inputs.ids for inputs in state.inputs])
         state.embedding.unique_ids = state.unique_ids[0]
@@ -264,8 +282,8 @@ class Step:
         state.fault = self.grad_norm_monitor.fault(float(state.grad_norm))
         state.embedding.skip_update = bool(state.fault)
         if state.fault or not state.finite:
-            batch = state.batch.to(self._world.device)
-            self.nonfinite_samples += nonfinite_samples(self._module, batch, state.embedding.rows)
+            rows, device = state.embedding.rows, self._world.device
+            self.nonfinite_samples += nonfinite_samples(self._module, state.batch, rows, device=device)
             self.partially_applied = self.partially_applied or not state.fault
 
     def _gradient_sync(self, part: int) -> contextlib.AbstractContextManager[None]:
