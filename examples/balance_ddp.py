@@ -58,6 +58,7 @@ def main() -> None:
         lengths=lambda batch: batch["length"],  # or the lengths of the whole dataset: then nothing moves
         cost=fs.Cost(token=12 * DIM * DIM, pair=2 * DIM),
         pad_values={"item": 0},
+        compute="padded",  # the transformer computes every sample at the length of the longest one of its batch
         terms=lambda lengths: lengths - 1,
     )
     model = DistributedDataParallel(Model())

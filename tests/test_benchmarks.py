@@ -148,6 +148,28 @@ def test_few_tokens_move_for_balance(tmp_path: Path, warm: WarmPython) -> None:
         assert result["free_moved_tokens"] < 0.15 < result["zigzag_moved_tokens"]
 
 
+def test_micro_batches_cut_by_cost_are_even_and_need_less_memory(tmp_path: Path, warm: WarmPython) -> None:
+    out = tmp_path / "micro_batches.json"
+    options = ["--draws", "20", "--batches", "1", "--dim", "16", "--out", out]
+    subprocess.run([warm.python, BENCHMARKS / "micro_batches.py", *options], check=True, capture_output=True)
+    even, memory = json.loads(out.read_text())["results"]
+    assert even["cost_by_cost"][1] <= 1.05 < even["cost_by_count"][0]
+    assert memory["peak_mb"]["by cost"] < 0.7 * memory["peak_mb"]["one batch"]
+
+
+def test_padded_placement_is_the_best_sorted_partition_and_steps_get_shorter(tmp_path: Path, warm: WarmPython) -> None:
+    out = tmp_path / "padded.json"
+    options = ["--ranks", "8", "--draws", "3", "--rounds", "1", "--steps", "4", "--repeats", "1", "--out", out]
+    subprocess.run([warm.python, BENCHMARKS / "padded.py", *options], check=True, capture_output=True)
+    *placed, steps = json.loads(out.read_text())["results"]
+    assert [result["lengths"] for result in placed] == ["heavy", "ml-1m", "kuairand"]
+    for result in placed:
+        assert result["padded_over_best_sorted_partition"][1] <= 1.02
+        assert result["padded_over_without"][1] <= 1.0
+    assert steps["slowest_cells"]["padded"] < 0.5 * steps["slowest_cells"]["without"]
+    assert steps["step_ms"]["padded"] < steps["step_ms"]["without"]
+
+
 @pytest.mark.quiet
 def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
     out = tmp_path / "straggler.json"

@@ -11,7 +11,8 @@ _HEAD = """# Python
 
 `import freescale as fs` provides every name that begins with `fs.` here, loaded on first use. Import other names
 by their full path. `Ints` is a numpy array of int64; `LengthsOf` is a function from a batch to the lengths of its
-samples: `Callable[[Any], Tensor | Ints | Sequence[int]]`.
+samples: `Callable[[Any], Tensor | Ints | Sequence[int]]`. `Compute` is `"jagged"` or `"padded"`
+([which one](../balance.md#jagged-or-padded-compute)).
 """
 _SECTIONS = {
     "Balance": ["integrations.ddp.BalancedLoader", "balance.cost.Cost", "balance.assign.assign"],

@@ -159,6 +159,33 @@ def test_balanced_batches_teach_what_their_samples_teach_on_one_rank(
     assert waiting[1] < 0.6 * waiting[0]  # few samples per rank: more cannot be balanced
 
 
+@pytest.mark.parametrize("per_event", [False, True], ids=["mean of samples", "mean of events"])
+@pytest.mark.parametrize("kind", ["padded", "placed"])
+def test_with_padded_compute_the_slowest_rank_has_fewer_cells_and_the_result_is_the_same(
+    groups: dict[int, Ranks], kind: str, per_event: bool
+) -> None:
+    plain = groups[4].run(trained, "plain", per_event)
+    dealt = groups[4].run(padded_compute, kind, per_event)
+    assert together(dealt) == together(plain)
+    alone = trained_alone(together(plain), per_event)
+    for _, _, weights in dealt:
+        for name, value in alone.items():
+            assert np.linalg.norm(weights[name] - value) < 1e-9 * np.linalg.norm(value), name
+    before, after = (slowest_cells(results) for results in (plain, dealt))
+    assert (after <= before).all()
+    assert after.sum() < 0.8 * before.sum()
+
+
+def padded_compute(world: World, kind: str, per_event: bool) -> Any:
+    return trained(world, kind, per_event, compute="padded")
+
+
+def slowest_cells(results: list[Any]) -> Any:
+    """The padded cost of the slowest rank of each step: its count times its longest sample."""
+    cells = [[len(n) * float(COST.of(LENGTHS[n]).max(initial=0.0)) for n in steps] for steps, _, _ in results]
+    return np.array(cells).max(axis=0)
+
+
 @pytest.mark.parametrize("kind", ["padded", "placed"])
 def test_counts_are_equal_where_that_is_asked_for(groups: dict[int, Ranks], kind: str) -> None:
     results = groups[4].run(counted, kind)
@@ -389,6 +416,19 @@ def test_a_cost_that_balances_nothing_is_refused(cost: fs.Cost) -> None:
     with pytest.raises(UsageError, match="not all are 0") as caught:
         fs.BalancedLoader([], lengths=lambda b: b["length"], cost=cost)
     assert "fs.Cost(token=1.0)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"compute": "padded", "equal_counts": True}, "leave out equal_counts"),
+        ({"compute": "dense"}, "use 'padded' for a model that pads"),
+    ],
+)
+def test_a_compute_model_that_does_not_fit_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=COST, **wrong)
+    assert said in str(caught.value)
 
 
 def whole_rows(world: World) -> list[tuple[list[int], list[int]]]:

@@ -7,15 +7,18 @@ By default only excess work moves (`rebalance`). The other strategies repartitio
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from freescale.balance.padded import PaddedProblem, place_padded
 from freescale.balance.placement import AssignmentProblem, Ints, Placement, evaluate_placement, lpt, zigzag
 from freescale.balance.rebalance import equalize, rebalance
 
 Strategy = Literal["rebalance", "zigzag", "lpt"]
+Compute = Literal["jagged", "padded"]
+"""jagged: a rank computes the sum of its samples. padded: as many times its longest sample as it has samples."""
 TOLERANCE = 0.0045
 _LARGEST_COST = 2.0**30
 
@@ -31,6 +34,7 @@ def assign(
     hosts: ArrayLike | None = None,
     equal_counts: bool = False,
     strategy: Strategy = "rebalance",
+    compute: Compute = "jagged",
     tolerance: float = TOLERANCE,
 ) -> Placement:
     """Return a placement of samples under which all ranks take about equally long.
@@ -38,14 +42,21 @@ def assign(
     costs: work of each sample. source_rank: the rank that holds it. tokens: its size, which a move transfers.
     max_tokens: the most tokens that a rank can hold. speeds: work per time of each rank. hosts: host of each rank;
     moves inside a host are preferred. tolerance: how far above the lower bound a step may end, for fewer moves.
+    compute: "padded" if a rank pads its samples to the longest one; max_tokens then includes padding.
     """
     cost, source = np.asarray(costs, dtype=np.float64), np.asarray(source_rank, dtype=np.int64)
     token = np.ones(len(cost), dtype=np.int64) if tokens is None else np.asarray(tokens, dtype=np.int64)
     speed = np.ones(world_size) if speeds is None else np.asarray(speeds, dtype=np.float64)
     host = np.zeros(world_size, dtype=np.int64) if hosts is None else np.asarray(hosts, dtype=np.int64)
-    problem = _validate(AssignmentProblem(cost, source, world_size, token, speed, host, max_tokens, equal_counts))
+    _require(compute in get_args(Compute), f"compute = '{compute}', but must be 'jagged' or 'padded'")
+    problem_type = PaddedProblem if compute == "padded" else AssignmentProblem
+    problem = _validate(problem_type(cost, source, world_size, token, speed, host, max_tokens, equal_counts))
     repartition = {"zigzag": zigzag, "lpt": lpt}
-    candidates = _rebalance(problem, tolerance) if strategy == "rebalance" else [repartition[strategy](problem)]
+    if isinstance(problem, PaddedProblem):
+        _require_sortable(problem, strategy)
+        candidates = place_padded(problem, tolerance)
+    else:
+        candidates = _rebalance(problem, tolerance) if strategy == "rebalance" else [repartition[strategy](problem)]
     # The current placement comes first, so that nothing moves where a move gains nothing.
     placements = [
         evaluate_placement(problem, rank) for rank in (problem.source_rank, *candidates) if _is_allowed(problem, rank)
@@ -63,6 +74,14 @@ def _rebalance(problem: AssignmentProblem, tolerance: float) -> list[Ints]:
         return [rank]
     by_tokens = replace(problem, costs=problem.tokens.astype(np.float64))
     return [rank, lpt(problem), *([] if problem.max_tokens is None else [lpt(by_tokens)])]
+
+
+def _require_sortable(problem: PaddedProblem, strategy: Strategy) -> None:
+    """Refuse what does not go with groups of like length."""
+    _require(not problem.equal_counts, "equal_counts leaves nothing to balance where ranks pad: use compute = 'jagged'")
+    _require(strategy == "rebalance", f"strategy = '{strategy}' ignores padding: use compute = 'jagged' with it")
+    descending = bool((np.diff(problem.tokens[problem.longest_first]) <= 0).all())
+    _require(descending, "compute = 'padded' needs costs that grow with tokens")
 
 
 def _is_allowed(problem: AssignmentProblem, rank: Ints) -> bool:

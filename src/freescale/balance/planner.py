@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from freescale.balance.assign import assign
+from freescale.balance.assign import Compute, assign
 from freescale.balance.cost import Calibration, Cost, NormalEquations, fit, sizes
 from freescale.balance.placement import Floats, Ints, Placement
 from freescale.config import BalanceConfig
@@ -43,6 +43,7 @@ class Planner:
         world_size: int,
         hosts: Ints | None = None,
         is_rank_zero: bool = False,
+        compute: Compute = "jagged",
     ) -> None:
         self.cost_model = CostModel(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
@@ -50,6 +51,7 @@ class Planner:
         self._rules, self._world_size = rules, world_size
         limit, equal = rules.max_tokens or None, rules.counts == "equal"
         self._limits = {"world_size": world_size, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
+        self._compute: Compute = compute
         self._sums = np.zeros(4)
 
     def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
@@ -59,7 +61,8 @@ class Planner:
         cost_model = self.cost_model
         try:
             costs, tokens = cost_model.cost.of(history, candidates), history + candidates
-            placement = assign(costs, source_rank, tokens=tokens, speeds=cost_model.speeds, **self._limits)
+            speeds, compute = cost_model.speeds, self._compute
+            placement = assign(costs, source_rank, tokens=tokens, speeds=speeds, compute=compute, **self._limits)
         except ValueError as error:
             remedy = "raise max_tokens if it is named here, or give fewer or shorter samples in a step"
             raise DataError("the samples of a step cannot be placed", where=str(error), remedy=remedy) from error
@@ -109,9 +112,9 @@ class Planner:
 
     def report(self) -> list[str]:
         """Return what was planned and measured, as human-readable lines."""
-        means = self.means
+        means, of_mean = self.means, " before padding" if self._compute == "padded" else ""
         lines = [
-            f"balance: the slowest rank was given {means['max_over_mean']:.3f} of the mean work, "
+            f"balance: the slowest rank was given {means['max_over_mean']:.3f} of the mean work{of_mean}, "
             f"{means['max_over_mean_before']:.3f} without; {means['moved_tokens']:.1%} of the tokens moved"
         ]
         if self.calibration is not None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import length_hint
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.utils.data as torch_data
 from torch import Tensor
 
+from freescale.balance.assign import Compute
 from freescale.balance.cost import Cost
 from freescale.balance.placement import Ints, Placement
 from freescale.balance.planner import Planner
@@ -62,7 +63,8 @@ class BalancedLoader:
     lengths: a function that returns the length of each sample of a batch, as integers in a tensor, an array or a list;
     samples are then exchanged between ranks, one or two steps ahead. Or the length of every sample of a map-style
     dataset, read by a DataLoader with a DistributedSampler; each rank then reads the samples that it computes, and
-    nothing moves. cost: of a sample.
+    nothing moves. cost: of a sample. compute: "jagged" if the model computes each sample at its own length, "padded" if
+    at that of the longest one of its batch; with "padded" a rank gets a few long samples or many short ones.
 
     Batches are dicts, or dataclasses with a field `loss_weight`, of tensors with a row per sample and of `Events`.
     pad_values: padded tensors by name, with their padding. Every batch gets a `loss_weight`: the sum of all losses
@@ -85,15 +87,18 @@ class BalancedLoader:
         terms: Callable[[Ints], Ints] = np.ones_like,
         equal_counts: bool = False,
         max_tokens: int = 0,
+        compute: Compute = "jagged",
         timeout: float = 600.0,
     ) -> None:
         _require_positive(cost)
+        _require_compute(compute, equal_counts=equal_counts)
         rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
         rank, world_size = _rank_and_world_size(process_group)
         moves = callable(lengths) and world_size > 1
         transport = new_group(process_group, timeout=timeout) if moves else None
         hosts = None if transport is None else host_of_each_rank(transport)
-        planner = _WeightingPlanner(Planner(cost, rules, world_size=world_size, hosts=hosts), terms, world_size)
+        plan = Planner(cost, rules, world_size=world_size, hosts=hosts, compute=compute)
+        planner = _WeightingPlanner(plan, terms, world_size)
         self._loader, self._epoch = loader, 0
         self._start = self._step = 0
         self._batches: _ExchangedBatches | _SampledBatches
@@ -160,6 +165,16 @@ def _require_positive(cost: Cost) -> None:
         raise UsageError(
             "a cost has constants of which none is below 0 and not all are 0", where=f"{cost}", remedy=remedy
         )
+
+
+def _require_compute(compute: Compute, *, equal_counts: bool) -> None:
+    if compute not in get_args(Compute):
+        remedy = "use 'padded' for a model that pads a batch to its longest sample, else 'jagged'"
+        raise UsageError(f"compute is '{compute}', which is not known", remedy=remedy)
+    if compute == "padded" and equal_counts:
+        what = "with compute='padded' ranks hold few long samples or many short ones, but equal_counts is set"
+        remedy = "leave out equal_counts: with as many samples as ranks, every rank has one all the same"
+        raise UsageError(what, remedy=remedy)
 
 
 class _Exhausted(Exception):  # noqa: N818
