@@ -212,3 +212,73 @@ def test_several_transfers_at_once_bring_the_right_rows_without_a_report(gpus: R
 def test_a_fault_of_stream_order_is_reported(gpus: Ranks, log: Path, tmp_path: Path, name: str) -> None:
     found = [text for of_rank in gpus.run(reports, str(log), str(tmp_path), name) for text in of_rank]
     assert any(FAULTS[name].report in text for text in found), found
+
+
+def _select(table: torch.Tensor, index: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return table.index_select(0, index)
+
+
+def _put(table: torch.Tensor, index: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    table.index_put_((index,), torch.ones_like(table[:2]))
+    return index
+
+
+def _stage(_: torch.Tensor, __: torch.Tensor, pageable: torch.Tensor) -> torch.Tensor:
+    """Write memory, then copy other memory from the host without blocking: the host has not waited for the stream."""
+    written = torch.ones(2, 4, device=torch.accelerator.current_accelerator())
+    written.add_(1.0)
+    pageable.to(written.device, non_blocking=True)
+    return written
+
+
+def used_by_two_streams(world: World, number: int) -> tuple[list[str], list[str]]:
+    """Use what a stream reads or writes on another stream, in order and unordered; return the reports of both."""
+    device = joined(world).device
+    table, pageable = torch.zeros(1000, 4, device=device), torch.ones(3)
+    index, first_two = torch.tensor([100, 200], device=device), torch.arange(2, device=device)
+    zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in (table.dtype, index.dtype)}
+    torch.accelerator.synchronize()
+    found: list[list[str]] = []
+    for is_ordered in (True, False):
+        one, other = torch.Stream(device), torch.Stream(device)
+        with reports_of(world) as reports:
+            with one:
+                used = (_select, _put, _stage)[number](table, index, pageable)
+            if is_ordered:
+                other.wait_stream(one)
+            with other:
+                used.index_put_((first_two,), zeros[used.dtype])
+        found.append(reports)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["selected rows", "an index", "a staged copy"])
+def test_use_by_another_stream_is_reported_unless_it_is_ordered(gpus: Ranks, number: int) -> None:
+    for ordered, unordered in gpus.run(used_by_two_streams, number):
+        assert ordered == []
+        assert any("race" in report for report in unordered), unordered
+
+
+def host_reads(world: World, method: str) -> tuple[list[str], list[str]]:
+    """Read pinned memory on the host, after and before it is copied; return the reports of both."""
+    device = joined(world).device
+    rows, found = torch.ones(100, device=device), []
+    for waits in (True, False):
+        pinned = torch.empty(100, pin_memory=True)
+        with reports_of(world) as reports:
+            pinned.copy_(rows, non_blocking=True)
+            if waits:
+                torch.accelerator.current_stream().synchronize()
+            if method == "copy_":
+                torch.empty(100).copy_(pinned)
+            else:
+                getattr(pinned[:1], method)()
+        found.append(reports)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("method", ["numpy", "tolist", "item", "clone", "copy_"])
+def test_host_reads_of_pinned_memory_are_reported_unless_it_has_waited(gpus: Ranks, method: str) -> None:
+    for waited, unordered in gpus.run(host_reads, method):
+        assert waited == []
+        assert any("host" in report for report in unordered), unordered

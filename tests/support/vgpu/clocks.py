@@ -6,9 +6,10 @@ memory by two streams, at least one a write, are a race unless one clock contain
 """
 
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 Clock = Counter[int]
 AUTOGRAD = "autograd"
@@ -81,6 +82,63 @@ def join(into: Clock, clock: Mapping[int, int]) -> None:
     """Keep the newer kernel of each stream."""
     for stream, number in clock.items():
         into[stream] = max(into[stream], number)
+
+
+class Task(Protocol):
+    """A transfer or a signal, which ends later than the host has launched it."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object:
+        """Wait, and raise its error."""
+
+
+class Progress:
+    """What streams have still to do, and so which events they have passed.
+
+    Kernels are done when they are launched. Only tasks take time.
+    """
+
+    def __init__(self) -> None:
+        self._of_stream: defaultdict[int, list[Task]] = defaultdict(list)
+        self._before_event: dict[int, list[Task]] = {}
+        self._recorded_at: dict[int, float] = {}
+
+    def add(self, stream: int, task: Task) -> None:
+        self._of_stream[stream] = [*_running(self._of_stream[stream]), task]
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._recorded_at[event] = time.perf_counter()
+        self._before_event[event] = _running(self._of_stream[stream])
+        for other, tasks in list(self._before_event.items()):
+            if not _running(tasks):
+                self._before_event.pop(other, None)
+
+    def wait_event(self, event: int, stream: int) -> None:
+        self._of_stream[stream] = _running([*self._of_stream[stream], *self._before_event.get(event, [])])
+
+    def has_passed(self, event: int) -> bool:
+        """Return whether the work before an event is done. Raises the error of a task."""
+        return _are_completed(self._before_event.get(event, []))
+
+    def is_idle(self, stream: int) -> bool:
+        return _are_completed(self._of_stream[stream])
+
+    def elapsed_ms(self, begin: int, end: int) -> float:
+        """Return the time between the launches of two events."""
+        return (self._recorded_at[end] - self._recorded_at[begin]) * 1e3
+
+
+def _running(tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if not task.is_completed()]
+
+
+def _are_completed(tasks: list[Task]) -> bool:
+    if _running(tasks):
+        return False
+    for task in tasks:
+        task.wait()
+    return True
 
 
 def follow_threads(clocks: Clocks) -> None:

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from tests.support.vgpu import autocast
 from tests.support.vgpu.build import guard
-from tests.support.vgpu.clocks import Clocks, follow_threads, thread_name
-from tests.support.vgpu.memory import Memory, indexed_rows, source_line
+from tests.support.vgpu.clocks import Clocks, Progress, follow_threads, thread_name
+from tests.support.vgpu.memory import Memory, follow_host, indexed_rows, source_line
 
 NAME = "vgpu"
 MEMORY_BYTES = 80 << 30
 _DLPACK_EXTENSION = 12
+_copy_bytes: Callable[..., Any] = Tensor.copy_
+"""What copies of the device do; `follow_host` watches those of the host."""
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -32,7 +35,7 @@ _TAKES_CPU_INDEX = {"index", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _ATOMICS = {"scatter_add_", "scatter_add", "index_add_", "index_add", "scatter_reduce_", "scatter_reduce"}
 _ATOMICS |= {"index_put_", "_index_put_impl_"}
 
-clocks = Clocks()
+clocks, progress = Clocks(), Progress()
 launches: Counter[tuple[str, str, str]] = Counter()
 """Kernels by thread, line of FreeScale and operator."""
 waits: Counter[tuple[str, str, str]] = Counter()
@@ -52,15 +55,25 @@ class VirtualGpu:
         self.priorities: dict[int, int] = {}
         """Of streams, by id; below 0: high."""
         self.own_index, self.count = 0, 1
+        self.query_stream, self.elapsed_ms = progress.is_idle, progress.elapsed_ms
 
     def new_stream(self, stream: int, priority: int) -> None:
         self.priorities[stream] = priority
 
     def record_event(self, event: int, stream: int) -> None:
         clocks.record_event(event, stream)
+        progress.record_event(event, stream)
 
     def wait_event(self, event: int, stream: int) -> None:
         clocks.wait_event(event, stream)
+        progress.wait_event(event, stream)
+
+    def query_event(self, event: int) -> bool:
+        """Return whether an event has passed; then this thread knows that the work before it is complete."""
+        has_passed = progress.has_passed(event)
+        if has_passed:
+            clocks.synchronize_event(event)
+        return has_passed
 
     def synchronize_event(self, event: int) -> None:
         count_wait("event")
@@ -99,8 +112,9 @@ def install(*, index: int = 0, count: int = 1) -> torch.device:
     torch.utils.generate_methods_for_privateuse1_backend()
     gpu.guard.install(gpu, count)
     _library.fallback(_run_operator, "PrivateUse1")
-    _register_autocast()
+    autocast.register(NAME)
     follow_threads(clocks)
+    follow_host(gpu.memory)
     gpu.own_index, gpu.count = index, count
     torch.accelerator.set_device_index(index)
     return torch.device(NAME, index)
@@ -129,11 +143,19 @@ def on_device(cpu: Tensor) -> Tensor:
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """Return the CPU tensor over the memory of a tensor of the device, when transfers into it are complete."""
-    storage: Any = tensor.untyped_storage()
-    for work in storage.__dict__.pop("transfers", ()):
+    for work in _take_transfers(tensor):
         work.wait()
+    return _over_same_memory(tensor)
+
+
+def _over_same_memory(tensor: Tensor) -> Tensor:
+    storage: Any = tensor.untyped_storage()
     layout = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype).set_(storage.cpu, *layout)
+
+
+def _take_transfers(tensor: Tensor) -> Sequence[Any]:
+    return tensor.untyped_storage().__dict__.pop("transfers", ())
 
 
 def add_transfer(tensor: Tensor, work: Any) -> None:
@@ -213,7 +235,9 @@ def _run_operator(op: Any, *args: Any, **options: Any) -> Any:
     result = _device_values(results, {id(cpu): tensor for tensor, cpu in pairs.values()}, made)
     for tensor in (*reads, *writes, *made):
         gpu.check_index(tensor.device.index)
-    gpu.memory.kernel(name, reads, writes, made, rows)
+    copies_all = name == "index_add" and made  # unless it adds in place
+    indexed = None if rows is None or copies_all else args[0]
+    gpu.memory.kernel(name, reads, writes, made, rows, indexed=indexed)
     if name in _WAITS or (name == "repeat_interleave" and options.get("output_size") is None):
         count_wait(name)
         clocks.synchronize_stream(gpu.guard.current_stream())
@@ -313,7 +337,7 @@ def _resize_to(tensor: Tensor, cpu: Tensor) -> None:
 def _copy(op: Any, first: Tensor, second: Tensor, non_blocking: bool = False, **_: Any) -> Tensor:
     """Copy between the host and the device, or on the device."""
     into, source = (first, second) if op._schema.name == "aten::copy_" else (second, first)
-    _move(on_cpu(into) if is_ours(into) else into, on_cpu(source) if is_ours(source) else source, into, source)
+    _move(into, source)
     launches[thread_name(), source_line(), "copy"] += 1
     host = next((tensor for tensor in (into, source) if not is_ours(tensor)), None)
     for tensor in (into, source):
@@ -324,20 +348,29 @@ def _copy(op: Any, first: Tensor, second: Tensor, non_blocking: bool = False, **
     gpu.memory.kernel("copy", [t for t in tracked if t is source], [t for t in tracked if t is into], [])
     if host is not None and not is_async:
         count_wait("copy to host" if into is host else "copy from host")
-        clocks.synchronize_stream(gpu.guard.current_stream())
+        if into is host or not non_blocking:  # else the host waits until its memory is staged, not for the stream
+            clocks.synchronize_stream(gpu.guard.current_stream())
     return into
 
 
-def _move(cpu_into: Tensor, cpu_source: Tensor, into: Tensor, source: Tensor) -> None:
+def _move(into: Tensor, source: Tensor) -> None:
     """Copy now, or in the order of the current stream if it runs on a thread of its own."""
-    stream_queue = queues.get(gpu.guard.current_stream())
-    if stream_queue is None:
-        cpu_into.copy_(cpu_source)
+    stream, ours = gpu.guard.current_stream(), [tensor for tensor in (into, source) if is_ours(tensor)]
+    if stream not in queues:
+        _copy_bytes(*(on_cpu(tensor) if is_ours(tensor) else tensor for tensor in (into, source)))
         return
-    pending = stream_queue.submit(lambda: cpu_into.copy_(cpu_source))
-    for tensor in (into, source):
-        if is_ours(tensor):
-            add_transfer(tensor, pending)
+    earlier = [work for tensor in ours for work in _take_transfers(tensor)]
+    operands = [_over_same_memory(tensor) if is_ours(tensor) else tensor for tensor in (into, source)]
+
+    def copy() -> None:
+        for work in earlier:
+            work.wait()
+        _copy_bytes(*operands)
+
+    pending = queues[stream].submit(copy)
+    progress.add(stream, pending)
+    for tensor in ours:
+        add_transfer(tensor, pending)
 
 
 def _resize(_: Any, tensor: Tensor, size: Sequence[int], **__: Any) -> Tensor:
@@ -362,34 +395,4 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "is_pinned": lambda *_, **__: False,
 }
 
-_LOWERED = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmv", "mv", "einsum")
-_KEPT = ("layer_norm", "softmax.int", "log_softmax.int", "logsumexp", "norm.Scalar", "exp", "log", "sum")
-_KEPT += ("pow.Tensor_Scalar", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")
 _library = torch.library.Library("_", "IMPL")
-_aten = torch.library.Library("aten", "IMPL")
-
-
-def _register_autocast() -> None:
-    """Cast as CUDA's autocast does: products to 16 bits, sums and exponentials to fp32."""
-    _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for names, lowered in ((_LOWERED, True), (_KEPT, False)):
-        for name in names:
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            _aten.impl(op, _casting(op, lowered=lowered), "AutocastPrivateUse1")
-
-
-def _casting(op: Any, *, lowered: bool) -> Callable[..., Any]:
-    def cast(value: Any) -> Any:
-        if isinstance(value, list):
-            return [cast(entry) for entry in value]
-        if is_ours(value) and value.is_floating_point() and value.dtype != torch.float64:
-            return value.to(torch.get_autocast_dtype(NAME) if lowered else torch.float32)
-        return value
-
-    def kernel(*args: Any, **options: Any) -> Any:
-        excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(*map(cast, args), **options)
-
-    return kernel

@@ -140,6 +140,7 @@ class Group(_c10d.ProcessGroup):
         with self.stream:
             device.gpu.memory.kernel(name, list(reads), list(writes), [], of_group=True)
         work = launch([device.on_cpu(tensor) for tensor in writes])
+        device.progress.add(self.stream.stream_id, work)
         for tensor in (*reads, *writes):
             device.add_transfer(tensor, work)
         return Work(work, list(writes), self)

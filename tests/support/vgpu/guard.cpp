@@ -24,6 +24,12 @@ thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_stream[kMaxDevices] = {0};
 std::atomic<int64_t> streams{0}, events{0};
 
+template <class Answer, class... Arguments>
+Answer ask(const char* what, Arguments... arguments) {
+  py::gil_scoped_acquire gil;
+  return listener->attr(what)(arguments...).template cast<Answer>();
+}
+
 template <class... Arguments>
 void tell(const char* what, Arguments... arguments) {
   if (listener == nullptr) return;
@@ -66,7 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void* getStreamNativeHandle(const Stream of) const override { return reinterpret_cast<void*>(of.id()); }
-  bool queryStream(const Stream&) const override { return true; }
+  bool queryStream(const Stream& of) const override { return ask<bool>("query_stream", of.id()); }
   void synchronizeStream(const Stream& of) const override { tell("synchronize_stream", of.id()); }
   void synchronizeDevice(DeviceIndex device) const override { tell("synchronize_device", int(device)); }
 
@@ -78,11 +84,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) tell("wait_event", reinterpret_cast<int64_t>(event), on.id());
   }
   void destroyEvent(void*, DeviceIndex) const noexcept override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || ask<bool>("query_event", reinterpret_cast<int64_t>(event));
+  }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) tell("synchronize_event", reinterpret_cast<int64_t>(event));
   }
-  double elapsedTime(void*, void*, DeviceIndex) const override { return 0.0; }
+  double elapsedTime(void* begin, void* end, DeviceIndex) const override {
+    return ask<double>("elapsed_ms", reinterpret_cast<int64_t>(begin), reinterpret_cast<int64_t>(end));
+  }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const Stream& on) const override {
     tell("record_pointer", reinterpret_cast<int64_t>(memory.get()), on.id());
   }

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +71,10 @@ class Memory:
         made: Sequence[Tensor],
         rows: Rows = None,
         *,
+        indexed: Tensor | None = None,
         of_group: bool = False,
     ) -> None:
-        """Account for a kernel on the current stream. `rows`: those of the first tensor that it uses.
+        """Account for a kernel on the current stream. `rows`: those that it uses of `indexed`; of the others all.
 
         `of_group`: it runs on the stream of a communicator, which any thread may use.
         """
@@ -90,7 +92,7 @@ class Memory:
                 return
             for place, tensor in enumerate([*writes, *made, *reads]):
                 is_write = place < len(writes) + len(made)
-                of_tensor = rows if tensor is (writes or made or reads)[0] or (reads and tensor is reads[0]) else None
+                of_tensor = rows if tensor is indexed else None
                 self._use(tensor, Use(stream, number, operator, line, is_write, of_tensor))
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
@@ -178,6 +180,24 @@ class Memory:
         for block, use in self._freed.pop(stream, []):
             if not self._clocks.is_before(use.stream, use.number, stream):
                 self.report("freed early", f"stream {stream} may reuse memory of {block.line}, while {use}")
+
+
+def follow_host(memory: Memory) -> None:
+    """Account for what the host does with pinned memory by the usual methods of tensors."""
+    for name in ("numpy", "tolist", "item", "clone", "copy_"):
+        setattr(Tensor, name, _watched(memory, name, getattr(Tensor, name)))
+
+
+def _watched(memory: Memory, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        on_host = [x for x in (tensor, *args[:1]) if isinstance(x, Tensor)]
+        if all(x.device.type == "cpu" for x in on_host):
+            for x in on_host:
+                memory.host_use(x, name, is_write=name == "copy_" and x is tensor)
+        return method(tensor, *args, **options)
+
+    return run
 
 
 def source_line() -> str:

@@ -32,6 +32,9 @@ class QueuedTask:
     def __init__(self, future: "Future[None]") -> None:
         self._future = future
 
+    def is_completed(self) -> bool:
+        return self._future.done()
+
     def wait(self) -> None:
         self._future.result()
 
@@ -122,7 +125,9 @@ def run_on_stream(task: Callable[[], None]) -> QueuedTask:
     stream = vgpu.gpu.guard.current_stream()
     if stream not in vgpu.queues:
         vgpu.queues[stream] = StreamQueue()
-    return vgpu.queues[stream].submit(task)
+    queued = vgpu.queues[stream].submit(task)
+    vgpu.progress.add(stream, queued)
+    return queued
 
 
 _allocated: defaultdict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
