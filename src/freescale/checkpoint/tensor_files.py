@@ -11,7 +11,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.errors import ConfigError, FreeScaleError, reason
 
 _CHUNK_BYTES = 1 << 24
+_PINNED_BYTES = 1 << 26
+"""Of each of two buffers that tensors of a device are copied through."""
 _SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
@@ -65,19 +68,63 @@ class LocalRows:
         """Wrap a tensor of which this rank holds all rows."""
         return LocalRows(tensor, 0, RowOrder(len(_as_rows(tensor)), shards=1), replicated)
 
-    def start_copy_to_host(self) -> "LocalRows":
-        """Return a copy on the host. From a device it is complete when the current stream is: see `copy_to_host`."""
-        source = self.local.detach()
-        copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
-        return replace(self, local=copied.copy_(source, non_blocking=True))
-
 
 def copy_to_host(tensors: Mapping[str, LocalRows]) -> dict[str, LocalRows]:
-    """Copy tensors to the host, each once, by copy engines into pinned memory; the host waits once for all."""
-    copies = {name: rows.start_copy_to_host() for name, rows in tensors.items()}
-    for device in {rows.local.device for rows in tensors.values()} - {torch.device("cpu")}:
-        torch.accelerator.current_stream(device).synchronize()
+    """Copy tensors to the host, each once. Bytes of a device pass through pinned memory, by copy engines.
+
+    The copies are not pinned: the pinned allocator rounds sizes up to powers of two and keeps what it has allocated.
+    """
+    copies: dict[str, LocalRows] = {}
+    parts: list[tuple[Tensor, Tensor]] = []
+    for name, rows in tensors.items():
+        source = rows.local.detach()
+        copied = torch.empty(source.shape, dtype=source.dtype)
+        copies[name] = replace(rows, local=copied)
+        if source.device.type == "cpu":
+            copied.copy_(source)
+        elif source.numel():
+            pair = [x.contiguous().view(-1).view(torch.uint8).split(_PINNED_BYTES) for x in (copied, source)]
+            parts += zip(*pair, strict=True)
+    _copy_through_pinned(parts)
     return copies
+
+
+def _copy_through_pinned(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy bytes of a device into those of the host. One buffer is filled while the host empties the other."""
+    size = min(_PINNED_BYTES, sum(len(source) for _, source in parts))
+    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2 if parts else 0))
+    filling: deque[tuple[torch.Event, list[tuple[Tensor, Tensor]]]] = deque()
+    for group in _groups(parts):
+        if len(filling) == len(buffers):
+            _empty(*filling.popleft())
+        buffers.rotate()
+        staged = buffers[0][: sum(len(source) for _, source in group)].split([len(source) for _, source in group])
+        for buffer, (_, source) in zip(staged, group, strict=True):
+            buffer.copy_(source, non_blocking=True)
+        filled = torch.accelerator.current_stream(group[0][1].device).record_event()
+        filling.append((filled, [(into, buffer) for buffer, (into, _) in zip(staged, group, strict=True)]))
+    while filling:
+        _empty(*filling.popleft())
+
+
+def _groups(parts: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield parts that fit into a buffer together, so that the host waits once for many small tensors."""
+    group: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for part in parts:
+        if size + len(part[1]) > _PINNED_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part[1])
+    if group:
+        yield group
+
+
+def _empty(filled: torch.Event, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    filled.synchronize()
+    for into, buffer in copies:
+        into.copy_(buffer)
 
 
 @dataclass(frozen=True)
