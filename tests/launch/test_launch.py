@@ -75,6 +75,12 @@ def test_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     launch_ranks(WORDS, nproc=1)
     assert os.environ["GOMP_SPINCOUNT"] == "77"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    launch_ranks(WORDS, nproc=1)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    launch_ranks(WORDS, nproc=1)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def of_session(leader: int) -> dict[int, str]:

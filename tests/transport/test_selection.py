@@ -16,6 +16,7 @@ from freescale.transport.selection import (
     probe,
     select_transports,
 )
+from freescale.transport.world import _visible_index
 from tests.support.lab import lab
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
@@ -136,3 +137,9 @@ def test_ranks_on_separate_hosts_share_no_memory() -> None:
 
 def test_copy_engine_is_not_imported_without_a_gpu(two: Ranks) -> None:
     assert two.run(loads_copy_engine) == [False, False]
+
+
+def test_a_rank_that_sees_only_its_own_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in ((1, 0), (4, 3), (8, 3)):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda visible=visible: visible)
+        assert _visible_index(3) == expected

@@ -2,16 +2,22 @@
 
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from freescale.checkpoint import tensor_files
 from freescale.checkpoint.tensor_files import LocalRows, copy_to_host
+from freescale.config import TransportConfig
 from freescale.embedding.fused import _topology
 from freescale.errors import TransportError
 from freescale.train.build import build
 from freescale.train.schedule_runner import SideStream
+from freescale.transport import selection
+from freescale.transport.base import PendingWork
 from freescale.transport.host_staged import StreamCopier
-from freescale.transport.selection import ProbeCompute, TransportFactory, probe
+from freescale.transport.selection import ProbeCompute, TransportFactory, probe, select_transports
 from freescale.transport.world import clone_group
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
@@ -207,3 +213,131 @@ def waits_of_a_copy(world: World) -> int:
 
 def test_the_host_waits_once_for_all_tensors_of_a_checkpoint(gpus: Ranks) -> None:
     assert gpus.run(waits_of_a_copy) == [1, 1]
+
+
+def copied_through_small_buffers(world: World) -> list[str]:
+    """Copy tensors that take many turns of the buffers."""
+    device = joined(world).device
+    values = {str(rows): torch.arange(rows * 3.0).view(rows, 3) for rows in (0, 1, 2, 40, 41, 42, 100)}
+    with reports_of(world) as found, patch.object(tensor_files, "_PINNED_BYTES", 512):
+        on_device = {name: LocalRows.whole(value.to(device), replicated=True) for name, value in values.items()}
+        copies = copy_to_host(on_device)
+        assert all(torch.equal(copies[name].local, value) for name, value in values.items())
+        assert not any(copy.local.is_pinned() for copy in copies.values())
+    return found
+
+
+def test_a_checkpoint_is_copied_to_the_host_through_small_pinned_buffers(gpus: Ranks) -> None:
+    assert gpus.run(copied_through_small_buffers) == [[], []]
+
+
+def seconds_of_a_deferred_sum(world: World) -> tuple[float, bool]:
+    """Rank 1 comes half a second later than rank 0."""
+    here = joined(world)
+    factory = TransportFactory(here)
+    transport = factory.create("c10d", urgent=factory.create("c10d"))
+    here.transport.sum(0, name="together")
+    if world.rank == 1:
+        time.sleep(0.5)
+    began = time.monotonic()
+    work = transport.all_reduce(torch.ones(1, device=here.device), name="a sum")
+    seconds, busy = time.monotonic() - began, transport.busy()
+    assert work.wait_on_host().tolist() == [2.0]
+    return seconds, busy
+
+
+def test_a_sum_of_the_deferred_lane_has_arrived_when_it_returns(gpus: Ranks) -> None:
+    (seconds, _), _ = results = gpus.run(seconds_of_a_deferred_sum)
+    assert seconds > 0.25
+    assert not any(busy for _, busy in results)
+
+
+def waits_for_copies(world: World) -> tuple[float, float, bool, bool]:
+    """Rank 1 offers memory, and lets its device take part only later. Return what rank 0 waits, and for what."""
+    from tests.support.vgpu import symmetric
+
+    here = joined(world)
+    transport = TransportFactory(here).create("copy_engine")
+    timeouts: list[float] = []
+    barrier = symmetric.SharedHandle.barrier
+
+    def recorded(self: Any, channel: int, timeout_ms: int) -> None:
+        timeouts.append(timeout_ms / 1e3)
+        barrier(self, channel, timeout_ms)
+
+    rows = torch.full((4, 2), float(world.rank), device=here.device)
+    here.transport.sum(0, name="together")
+    with patch.object(symmetric.SharedHandle, "barrier", recorded):
+        time.sleep(0.0 if world.rank == 1 else 0.3)
+        work: Any = transport.all_to_all(rows, [2, 2], [2, 2], name="rows")
+        assert isinstance(work, PendingWork)
+        time.sleep(0.0 if world.rank == 0 else 1.0)
+        work.wait()
+        was_completed, began = work.is_completed(), time.monotonic()
+        received = work.wait_on_host()
+    seconds = time.monotonic() - began
+    assert received[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    return seconds, min(timeouts) - transport.timeout, was_completed, work.is_completed()
+
+
+def test_the_host_waits_until_the_copies_of_peers_have_arrived(gpus: Ranks) -> None:
+    seconds, slack, was_completed, is_completed = gpus.run(waits_for_copies)[0]
+    assert slack > 30.0, "the device may not fail before the host has named the ranks"
+    assert not was_completed, "a stream waits, the bytes have not arrived"
+    assert seconds > 0.2
+    assert is_completed
+
+
+def events_of_a_transfer(world: World) -> tuple[list[bool], float]:
+    """Rank 1 starts a transfer half a second later than rank 0. Return whether an event had passed, and a time."""
+    transport = joined(world).transport
+    transport.sum(0, name="together")
+    stream, rows = torch.accelerator.current_stream(), torch.ones(2, 4, device=transport.device)
+    begin = torch.Event(transport.device, enable_timing=True)
+    begin.record(stream)
+    if world.rank == 1:
+        time.sleep(0.5)
+    work = transport.all_to_all(rows, [1, 1], [1, 1], name="rows")
+    before = stream.record_event()
+    work.wait()
+    after, was_idle = stream.record_event(), stream.query()
+    passed = [before.query(), after.query(), was_idle]
+    work.wait_on_host()
+    end = torch.Event(transport.device, enable_timing=True)
+    end.record(stream)
+    return [*passed, after.query(), stream.query()], begin.elapsed_time(end)
+
+
+def test_an_event_passes_when_the_transfers_before_it_have_arrived(gpus: Ranks) -> None:
+    passed, milliseconds = gpus.run(events_of_a_transfer)[0]
+    assert passed == [True, False, False, True, True]
+    assert 250.0 < milliseconds < 30e3
+
+
+def priority_of_staged_copies(world: World) -> int:
+    from tests.support.vgpu import device
+
+    return device.gpu.priorities[StreamCopier(joined(world).device)._stream.stream_id]
+
+
+def test_staged_copies_have_a_stream_outside_of_the_pool_of_futures(gpus: Ranks) -> None:
+    assert max(gpus.run(priority_of_staged_copies)) < 0
+
+
+def reasons_against_copy_engines(world: World) -> tuple[list[str], str]:
+    """Select transports for transfers that are large for the reserved memory; then with one visible GPU."""
+    from freescale.transport.copy_engine import ARENA_BYTES
+
+    here = joined(world)
+    with patch.object(selection, "probe", lambda *_, **__: []):
+        reasons = select_transports(here, TransportConfig(), deferred=False, sent_bytes=ARENA_BYTES // 3).reasons
+    assert "copy_engine" in TransportFactory(here, sent_bytes=ARENA_BYTES // 5).available
+    with patch.object(torch.accelerator, "device_count", lambda: 1):
+        return reasons, TransportFactory(here).unavailable["copy_engine"]
+
+
+def test_copy_engines_are_left_out_with_the_reason_where_large_batches_do_not_fit(gpus: Ranks) -> None:
+    for reasons, hidden in gpus.run(reasons_against_copy_engines):
+        assert reasons[0] == "transport: urgent by c10d"
+        assert "copy_engine is not possible: transfers of 5,592,405 bytes need more than the 16,777,216" in reasons[1]
+        assert hidden == "a rank sees 1 of the GPUs of 2 ranks; a GPU per task hides the others"

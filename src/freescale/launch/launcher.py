@@ -86,8 +86,10 @@ def _require_counts(nproc: int, restarts: int) -> None:
 
 
 def _prepare_environment() -> None:
-    """Set what torch and OpenMP read when they are imported, unless the user has."""
+    """Set what torch, CUDA and OpenMP read when they start, unless the user has."""
     # DDP would log a warning on every rank about its search for unused parameters (see `train.sharded_model`).
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Streams share so many hardware queues of a GPU, by default 8; in one queue a transfer waits for unrelated kernels.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

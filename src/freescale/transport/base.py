@@ -24,6 +24,8 @@ _GRACE_SECONDS = 2.5
 POLL_SECONDS = 1.0
 """How often a waiting rank checks whether another has failed; less than the grace period."""
 _STORE_SECONDS = 5.0
+DEVICE_SLACK_SECONDS = 60.0
+"""How much longer a device waits than the host. Its own timeouts end the process and name no rank."""
 _DEVICE_POLL_SECONDS = 5e-5
 _FAILED = "freescale/failed"
 

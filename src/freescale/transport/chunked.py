@@ -66,9 +66,9 @@ class ChunkedTransport(Transport):
         return CompletedWork(out)
 
     def all_reduce(self, values: Tensor, *, name: str) -> CompletedWork[Tensor]:
-        """Sum a few values over all ranks, in place."""
+        """Sum a few values over all ranks, in place. The host waits until they have arrived."""
         self._yield_to_urgent()
-        reduced = self._transport.all_reduce(values.to(self._transport.device), name=name).wait()
+        reduced = self._transport.all_reduce(values.to(self._transport.device), name=name).wait_on_host()
         return CompletedWork(values.copy_(reduced))
 
     def busy(self, rate: float = 0.0) -> bool:

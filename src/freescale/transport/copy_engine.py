@@ -21,13 +21,15 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 from freescale.errors import TransportError
-from freescale.transport.base import PendingWork, TracerFactory, Transport, Work
+from freescale.transport.base import DEVICE_SLACK_SECONDS, PendingWork, TracerFactory, Transport, Work
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport, as_bytes
 from freescale.transport.peer_sockets import Message, PeerSockets
 
 ARENA_BYTES = 1 << 30
 """Memory per GPU and lane for received rows; each is freed with its last reference."""
+_RESERVE = 4
+"""How many transfers of average size must fit into this memory."""
 _ALIGNED = 512
 _WRITABLE, _FILLED = 0, 1
 """Signal channels of the barriers."""
@@ -96,7 +98,8 @@ class CopyEngine(Transport):
             self._sockets.poll()
             while self._waiting and self._missing_offer(self._waiting[0]) is None:
                 self._launch(self._waiting.popleft())
-        return PendingWork(name, self, tracer, partial(self._finish, transfer), lambda: out)
+        finish, is_filled = partial(self._finish, transfer), partial(self._is_filled, transfer)
+        return PendingWork(name, self, tracer, finish, lambda: out, is_filled)
 
     def all_reduce(self, values: Tensor, *, name: str) -> Work[Tensor]:
         """Sum values over all ranks, in place."""
@@ -114,6 +117,9 @@ class CopyEngine(Transport):
                 self._sockets.wait_until(partial(self._has_offer, peer), peer, until)
             self._launch(self._waiting.popleft())
         torch.accelerator.current_stream(self._device).wait_event(transfer.filled)
+
+    def _is_filled(self, transfer: _Transfer) -> bool:
+        return transfer.filled is not None and transfer.filled.query()
 
     def _has_offer(self, peer: int) -> bool:
         return bool(self._offers[peer])
@@ -182,8 +188,11 @@ class Arena:
         return self._shared.get_buffer(peer, [size], torch.uint8, first)
 
     def barrier(self, channel: int, seconds: float) -> None:
-        """Let the current stream wait for those of all ranks. The device fails after so many seconds."""
-        self._shared.barrier(channel, int(seconds * 1e3))
+        """Let the current stream wait for those of all ranks. The device fails some time after so many seconds.
+
+        The host waits for so long and names the missing ranks; an error of the device would end the process first.
+        """
+        self._shared.barrier(channel, int((seconds + DEVICE_SLACK_SECONDS) * 1e3))
 
     def _free(self, first: int) -> None:
         self._freed.append((first, torch.accelerator.current_stream(self._device).record_event()))
@@ -218,12 +227,17 @@ def bytes_at(memory: Tensor, first: int, size: int, on_free: Callable[[], None])
     return torch.as_tensor(lease, device=memory.device)
 
 
-def unavailable_reason(group: dist.ProcessGroup, hosts: Sequence[int]) -> str:
-    """Return why the GPUs of a group cannot write to each other's memory; empty if they can."""
+def unavailable_reason(group: dist.ProcessGroup, hosts: Sequence[int], *, sent_bytes: int) -> str:
+    """Return why the GPUs of a group cannot write to each other's memory; empty if they can.
+
+    `sent_bytes`: approximate bytes that a rank sends per transfer. Longer batches and several transfers must fit too.
+    """
     if len(set(hosts)) > 1:
         return "the ranks are on several hosts"
-    if torch.accelerator.device_count() < group.size():
-        return f"{group.size()} ranks share {torch.accelerator.device_count()} GPUs"
+    if (visible := torch.accelerator.device_count()) < group.size():
+        return f"a rank sees {visible} of the GPUs of {group.size()} ranks; a GPU per task hides the others"
+    if _RESERVE * sent_bytes > ARENA_BYTES:
+        return f"transfers of {sent_bytes:,} bytes need more than the {ARENA_BYTES:,} reserved for received rows"
     own = torch.accelerator.current_device_index()
     far = [d for d in range(group.size()) if d != own and not torch.cuda.can_device_access_peer(own, d)]
     return f"GPU {own} cannot write to GPUs {far}" if far else ""

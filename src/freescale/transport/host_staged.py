@@ -59,7 +59,8 @@ class StreamCopier(Copier):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cpu"))
-        self._device, self._stream = device, torch.Stream(device)
+        # Streams of normal priority come from a pool that torch's futures use too: DDP's callbacks would delay copies.
+        self._device, self._stream = device, torch.Stream(device, priority=-1)
 
     def begin(self) -> None:
         """Let the copy stream wait for the compute stream; the host does not wait."""

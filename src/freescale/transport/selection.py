@@ -68,10 +68,13 @@ class TransportSelection(NamedTuple):
 
 
 class TransportFactory:
-    """Creates the transports that are available on all ranks. A collective operation: construct it on all ranks."""
+    """Creates the transports that are available on all ranks. A collective operation: construct it on all ranks.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    `sent_bytes`: approximate bytes that a rank sends per transfer.
+    """
+
+    def __init__(self, world: World, *, sent_bytes: int = 0) -> None:
+        self._world, self._sent_bytes = world, sent_bytes
         hosts = host_of_each_rank(world.transport).tolist()
         self._local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         reasons = [self._unavailable_reason(name, hosts) for name in TRANSPORTS]
@@ -129,7 +132,7 @@ class TransportFactory:
                 return "the rows are not on a GPU"
             from freescale.transport.copy_engine import unavailable_reason
 
-            return unavailable_reason(self._world.group, hosts)
+            return unavailable_reason(self._world.group, hosts, sent_bytes=self._sent_bytes)
         return ""
 
 
@@ -143,13 +146,15 @@ def select_transports(
     """
     if world.world_size == 1:
         return TransportSelection(world.transport, None, [])
-    factory = TransportFactory(world)
+    factory = TransportFactory(world, sent_bytes=sent_bytes)
     configured = {"urgent": config.urgent} | ({"deferred": config.deferred} if deferred else {})
     created = {name: factory.create(name) for name in factory.available} if "auto" in configured.values() else {}
     timings = probe(created, world.transport, world.device, sizes=[sent_bytes]) if len(created) > 1 else []
     names = {lane: best_transport(timings, lane) if name == "auto" else name for lane, name in configured.items()}
     urgent = created.get(names["urgent"]) or factory.create(names["urgent"])
     reasons = [explain(lane, name, timings if configured[lane] == "auto" else []) for lane, name in names.items()]
+    if created and world.device.type != "cpu" and (why := factory.unavailable.get("copy_engine")):
+        reasons.append(f"transport: copy_engine is not possible: {why}")
     if not deferred:
         return TransportSelection(urgent, None, reasons, names["urgent"])
     best, second = names["deferred"], second_best(timings) if config.deferred == "auto" and compared else None

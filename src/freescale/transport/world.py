@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
 from freescale.log import logger, warning_once
-from freescale.transport.base import POLL_SECONDS, Peers
+from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers
 from freescale.transport.c10d import C10d
 
 _SLACK_SECONDS = 1.0
 """Time beyond the timeout for calls that enforce it themselves."""
-_WATCHDOG_SECONDS = 60.0
 _DEFERRED_CTAS = 4
 """SMs that a deferred transfer may take from compute."""
 
@@ -63,7 +62,7 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
     rank, world_size, local = _from_slurm() if "RANK" not in os.environ else _from_torchrun()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = device or ("cpu" if accelerator is None else accelerator.type)
-    place = torch.device("cpu") if kind == "cpu" else torch.device(kind, local)
+    place = torch.device("cpu") if kind == "cpu" else torch.device(kind, _visible_index(local))
     if place.type != "cpu":
         torch.accelerator.set_device_index(place)
     else:
@@ -76,6 +75,11 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
         )
     group = _world_group()
     return World(rank, world_size, place, group, C10d(group, store, timeout=timeout))
+
+
+def _visible_index(local: int) -> int:
+    """Return the device of a rank. SLURM can show each task its own GPU only, which is then device 0."""
+    return local % max(1, torch.accelerator.device_count())
 
 
 def _share_cores(world_size: int, local: int) -> None:
@@ -133,7 +137,7 @@ def _nccl_options(*, urgent: bool) -> Any:
 
 def _group_timeout(device: torch.device, seconds: float) -> timedelta:
     """Return the timeout of a group. NCCL's watchdog ends the process and names no rank, so it comes last."""
-    return timedelta(seconds=seconds if device.type == "cpu" else seconds + _WATCHDOG_SECONDS)
+    return timedelta(seconds=seconds if device.type == "cpu" else seconds + DEVICE_SLACK_SECONDS)
 
 
 def _world_group() -> dist.ProcessGroup:
