@@ -1,7 +1,8 @@
 """Attention as torch operators: HSTU's pointwise attention and SASRec's softmax attention.
 
 `torch.compile` sees one node with known shapes for each. This is the only place that selects an implementation: for
-HSTU Triton kernels or `blocks`; for softmax torch's varlen kernel, or torch's dense attention on padded batches.
+HSTU Triton kernels or `blocks`; for softmax torch's dense attention on padded batches. Flash attention for jagged
+batches is not used: its backward adds gradients by atomics, so two runs would differ.
 """
 
 import importlib.util
@@ -89,20 +90,7 @@ hstu_operator_backward.register_fake(lambda *args: tuple(map(_fake, (*args[1:4],
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
     """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
-    if layout.candidates is None and _fits_varlen_kernel(q):
-        from torch.nn.attention.varlen import varlen_attn
-
-        offsets, max_length = layout.offsets.int(), int(layout.lengths.max())
-        window = (-1, 0)
-        return varlen_attn(q, k, v, offsets, offsets, max_length, max_length, window_size=window)  # type: ignore[return-value]
     return softmax_operator(q, k, v, layout.spans)
-
-
-def _fits_varlen_kernel(q: Tensor) -> bool:
-    """Return whether flash attention supports these queries."""
-    is_16_bit, width = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    fits = len(q) > 0 and width % 8 == 0 and width <= 256
-    return q.is_cuda and is_16_bit and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 @torch.library.custom_op("freescale::softmax_attention", mutates_args=())

@@ -133,14 +133,24 @@ class AttentionProblem:
     def run(self, attend: Callable[..., Tensor]) -> list[Tensor]:
         """Return the output and all gradients of an implementation of HSTU attention."""
         out = attend(self.q, self.k, self.v, self.layout, bias=self.bias, scale=SCALE)
-        return [out.detach(), *torch.autograd.grad(out, self.leaves, self.d_out.to(out.dtype))]
+        return self._with_gradients(out, self.leaves)
+
+    def run_softmax(self, attend: Callable[..., Tensor]) -> list[Tensor]:
+        """Return the output and all gradients of an implementation of softmax attention, which has no biases."""
+        return self._with_gradients(attend(self.q, self.k, self.v, self.layout), self.leaves[:3])
+
+    def _with_gradients(self, out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(out.dtype))]
 
 
-def relative_errors(problem: AttentionProblem, attend: Callable[..., Tensor]) -> dict[str, float]:
+def relative_errors(
+    problem: AttentionProblem, attend: Callable[..., Tensor], *, softmax: bool = False
+) -> dict[str, float]:
     """Return the relative error of the output and every gradient against the reference in fp64."""
     q, k, v, *biases = (x.detach().double().requires_grad_() for x in problem.leaves)
-    exact = replace(problem, q=q, k=k, v=v, bias=BiasTables(*biases)).run(hstu_attention)
+    in_fp64 = replace(problem, q=q, k=k, v=v, bias=BiasTables(*biases))
+    exact = in_fp64.run_softmax(softmax_attention) if softmax else in_fp64.run(hstu_attention)
     names = ("output", "grad of q", "grad of k", "grad of v", "grad of position", "grad of time")
-    pairs = zip(problem.run(attend), exact, strict=True)
+    pairs = zip(problem.run_softmax(attend) if softmax else problem.run(attend), exact, strict=True)
     errors = [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
-    return dict(zip(names, errors, strict=True))
+    return dict(zip(names, errors, strict=False))
