@@ -4,13 +4,16 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from freescale.models.attention import blocks
+from freescale.train import selftest
 from freescale.train.selftest import CheckOutcome, Selftest
+from freescale.transport.c10d import C10d
 from freescale.transport.shared_memory import SharedMemory
 from tests.support.in_process import freescale
 from tests.support.ranks import Ranks, World
@@ -78,7 +81,7 @@ def outcomes_with_a_hang(world: World, folder: str, reached: str) -> None:
     def write(outcomes: list[CheckOutcome]) -> None:
         (Path(reached) / str(world.rank)).write_text(f"{outcomes[-1].check}: {outcomes[-1].why}\n{outcomes[-1].trace}")
 
-    Selftest(here, Path(folder), only="device", on_timeout=write, seconds=2.0).run()
+    Selftest(here, Path(folder), only="device", on_failure=write, seconds=2.0).run()
 
 
 def test_a_check_that_hangs_ends_the_rank_after_its_stacks_are_written(tmp_path: Path) -> None:
@@ -90,6 +93,82 @@ def test_a_check_that_hangs_ends_the_rank_after_its_stacks_are_written(tmp_path:
     assert all(f"device: rank {rank}: did not end within 2 s" in text for rank, text in enumerate(written))
     assert "time.sleep(600)" in written[1]
     assert "outcome of" in written[0] or "transport.max" in written[0]
+
+
+def outcomes_after_a_lost_device(world: World, folder: str, written: str) -> tuple[list[CheckOutcome], bool]:
+    """The device of rank 1 fails in a check and in every use afterwards."""
+    here = joined(world)
+    if world.rank == 1:
+        fail = _raising(RuntimeError("CUDA error: device-side assert triggered"))
+        Selftest._device = fail  # type: ignore[method-assign]
+        here.transport.max = fail  # type: ignore[method-assign]
+
+    def write(outcomes: list[CheckOutcome]) -> None:
+        with (Path(written) / str(world.rank)).open("a") as file:
+            file.write(f"{outcomes[-1].check}: {outcomes[-1].why}\n")
+
+    selftest._WRITE_SECONDS = 0.0
+    run = Selftest(here, Path(folder), only="[cd][eo][lv]*", on_failure=write)
+    return run.run(), run.is_cut_short
+
+
+def _raising(error: Exception) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_ranks_return_what_they_know_when_a_device_is_lost(tmp_path: Path) -> None:
+    ranks = Ranks(2)  # its group is unusable afterwards
+    try:
+        (one, is_cut_short), (other, _) = ranks.run(outcomes_after_a_lost_device, str(tmp_path), str(tmp_path))
+    finally:
+        ranks.close()
+    assert is_cut_short
+    assert [outcome.check for outcome in one] == [outcome.check for outcome in other] == ["device"]
+    assert [outcome.status for outcome in (*one, *other)] == ["failed", "failed"]
+    assert "another rank has given up" in one[0].trace
+    assert "device-side assert triggered" in other[0].trace
+    for rank in range(2):
+        assert "device: rank" in (tmp_path / str(rank)).read_text()
+
+
+def test_the_command_writes_its_files_when_the_device_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fail = _raising(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(Selftest, "_device", fail)
+    monkeypatch.setattr(C10d, "max", fail)
+    monkeypatch.setattr(selftest, "_WRITE_SECONDS", 0.0)
+    assert freescale(["selftest", "--nproc", "1", "--only", "[cd][eo][lv]*", "--out", str(tmp_path)]) == 1
+    assert "1 failed" in capsys.readouterr().out
+    (check,) = json.loads((tmp_path / "selftest.json").read_text())["checks"]
+    assert (check["check"], check["status"]) == ("device", "failed")
+    assert "illegal memory access" in check["trace"]
+
+
+def hangs_alone(world: World, folder: str, written: str) -> list[CheckOutcome]:
+    """Rank 1 hangs; rank 0 gives up long before the check may end."""
+    selftest._END_SECONDS, selftest._WRITE_SECONDS = 3.5, 4.0
+    here = joined(world, timeout=2.0)
+    if world.rank == 1:
+        Selftest._device = lambda _: time.sleep(600)  # type: ignore[assignment, method-assign]
+
+    def write(outcomes: list[CheckOutcome]) -> None:
+        (Path(written) / str(world.rank)).write_text(outcomes[-1].trace)
+
+    return Selftest(here, Path(folder), only="device", on_failure=write).run()
+
+
+def test_a_rank_that_hangs_writes_its_stacks_before_the_others_end(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    ranks.send(hangs_alone, str(tmp_path), str(tmp_path))
+    (outcome,) = ranks.result(0, timeout=30)
+    assert "time.sleep(600)" in (tmp_path / "1").read_text()  # written while rank 0 was waiting
+    assert outcome.status == "failed"
+    assert "ranks that do not answer: 1" in outcome.why
+    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,14 @@ def run_selftest(argv: Sequence[str], prog: str) -> int:
         world = init_world(timeout=_TIMEOUT, device=options.device)
     facts = selftest_report.facts(world)
 
-    def write_own(outcomes: list[CheckOutcome]) -> None:
-        selftest_report.write(options.out / f"rank-{world.rank}", facts, outcomes)
+    def write(outcomes: list[CheckOutcome]) -> None:
+        folder = options.out if world.is_rank_zero else options.out / f"rank-{world.rank}"
+        selftest_report.write(folder, facts, outcomes)
 
-    outcomes = Selftest(world, options.out, only=options.only, on_timeout=write_own).run()
+    selftest = Selftest(world, options.out, only=options.only, on_failure=write)
+    outcomes = selftest.run()
+    if world.is_rank_zero or any(outcome.trace for outcome in outcomes):
+        write(outcomes)
     failed = sum(outcome.status == "failed" for outcome in outcomes)
     if world.is_rank_zero and options.json:
         print_json([asdict(outcome) for outcome in outcomes])
@@ -61,9 +65,6 @@ def run_selftest(argv: Sequence[str], prog: str) -> int:
         rows = [[outcome.check, outcome.status, outcome.why] for outcome in outcomes]
         print_table(title, ["check", "outcome", "why"], rows, words=(0, 1, 2))
         say(f"{failed} failed" if failed else "nothing failed", f"report: {options.out / selftest_report.PAGE}")
-    if world.is_rank_zero:
-        selftest_report.write(options.out, facts, outcomes)
-    elif any(outcome.trace for outcome in outcomes):
-        write_own(outcomes)
-    destroy_world()
+    if not selftest.is_cut_short:  # else a communicator may not end
+        destroy_world()
     return 1 if failed else 0

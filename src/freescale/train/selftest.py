@@ -2,9 +2,11 @@
 
 Each check is a method whose docstring states the guarantee. It returns why it is not possible here, or an empty text,
 and raises if the guarantee does not hold. All ranks run all checks together, from the smallest upwards. A check that
-does not end in time ends the process, after the stacks of its threads are written.
+does not end in time ends the process, after the stacks of its threads are written. After some faults, such as an error
+of CUDA, no rank can go on: each returns the outcomes so far.
 """
 
+import itertools
 import logging
 import os
 import shutil
@@ -28,11 +30,12 @@ from freescale.checkpoint import checkpoints
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.config.recipes import RECIPES
 from freescale.data import synthetic
-from freescale.errors import reason
+from freescale.errors import TransportError, reason
 from freescale.log import handled_by
-from freescale.models.attention.operators import hstu_attention
+from freescale.models.attention.operators import hstu_attention, softmax_attention
 from freescale.models.attention.reference import AttentionProblem, relative_errors
 from freescale.progress import track
+from freescale.transport.base import POLL_SECONDS
 from freescale.transport.selection import TRANSPORTS, TransportFactory
 from freescale.transport.world import World
 
@@ -40,6 +43,10 @@ _STEPS, _EXCHANGES = 8, 40
 _RECIPE_STEPS, _RECIPE_HISTORY = 2, 64
 _CHECK_SECONDS = 300.0
 """What a check may take; waits inside have the shorter timeout of the transport."""
+_WRITE_SECONDS = 8.0
+"""What the other ranks have to write their files, before a rank that cannot go on ends and a launcher ends them all."""
+_END_SECONDS = 5.0
+"""What ranks that wait for a failed one have to notice it, before this one counts as hanging."""
 _FAILED = 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 _STATUS: tuple[Literal["passed"], Literal["not possible"], Literal["failed"]] = ("passed", "not possible", "failed")
@@ -57,8 +64,8 @@ class CheckOutcome:
     """Traceback of this rank, or the stacks of its threads if the check did not end."""
 
 
-OnTimeout = Callable[[list[CheckOutcome]], None]
-"""Called with the outcomes so far, before the process ends because a check does not."""
+OnFailure = Callable[[list[CheckOutcome]], None]
+"""Called with the outcomes so far when a check fails or does not end: the process may not get any further."""
 
 
 class Selftest:
@@ -70,18 +77,20 @@ class Selftest:
         folder: Path,
         *,
         only: str = "*",
-        on_timeout: OnTimeout = lambda _: None,
+        on_failure: OnFailure = lambda _: None,
         seconds: float = _CHECK_SECONDS,
     ) -> None:
         """`folder`: for a run that all ranks resume. `only`: pattern of names. `seconds`: what a check may take."""
         self._world, self._shared, self._only = world, folder, only
-        self._on_timeout, self._seconds = on_timeout, seconds
+        self._on_failure, self._seconds = on_failure, seconds
+        self.is_cut_short = False
+        """Whether the ranks could not go on after a check."""
         self._transports = TransportFactory(world)
         self._broken: set[str] = set()
         self._outcomes: list[CheckOutcome] = []
 
     def run(self) -> list[CheckOutcome]:
-        """Run every check on every rank, whatever fails."""
+        """Run every check on every rank, whatever fails, as long as the ranks can communicate."""
         self._outcomes = []
         with tempfile.TemporaryDirectory() as folder:
             synthetic.write_log(Path(folder) / "data", "ml1m", users=200, catalogue=300)
@@ -89,6 +98,10 @@ class Selftest:
             checks = {name: check for name, check in self._checks().items() if fnmatch(name, self._only)}
             for name, check in track(checks.items(), "checking", unit="checks"):
                 self._outcomes.append(self._outcome(name, check))
+                if self.is_cut_short:
+                    self._on_failure(self._outcomes)
+                    time.sleep(_WRITE_SECONDS)
+                    break
         return self._outcomes
 
     def _checks(self) -> dict[str, Callable[[], str]]:
@@ -103,30 +116,50 @@ class Selftest:
 
     def _outcome(self, name: str, check: Callable[[], str]) -> CheckOutcome:
         """Run a check; return the worst outcome of any rank."""
-        began, trace = time.monotonic(), ""
-        timer = threading.Timer(self._seconds, self._end, [name])
-        timer.daemon = True
-        timer.start()
+        began, trace, ended = time.monotonic(), "", threading.Event()
+        threading.Thread(target=self._watch, args=(name, ended), daemon=True).start()
         try:
             why = check()
             status = 1 if why else 0
         except Exception as error:  # any error is a failed check; the other checks still run
             why, status, trace = f"rank {self._world.rank}: {reason(error)}", _FAILED, traceback.format_exc()
+            # After an error of its device, a process may not get beyond the next call.
+            self._on_failure([*self._outcomes, CheckOutcome(name, "failed", why, _seconds_since(began), trace)])
         try:
             worst = self._world.transport.max(status, name=f"outcome of {name}")
+        except Exception as error:
+            worst, self.is_cut_short = _FAILED, True
+            if status != _FAILED:
+                why, status, trace = f"rank {self._world.rank}: {reason(error)}", _FAILED, traceback.format_exc()
+            if not isinstance(error, TransportError):
+                self._world.transport.peers.transport_error(name, error)  # the other ranks stop waiting
         finally:
-            timer.cancel()
+            ended.set()
         if worst == _FAILED:
             self._broken.add(name.removeprefix("transport "))
         why = why if status == worst else "on another rank"
-        return CheckOutcome(name, _STATUS[worst], why, round(time.monotonic() - began, 3), trace)
+        return CheckOutcome(name, _STATUS[worst], why, _seconds_since(began), trace)
 
-    def _end(self, name: str) -> None:
+    def _watch(self, name: str, ended: threading.Event) -> None:
         """End the process of a check that does not end: nothing else stops a call that hangs in a library."""
-        why = f"rank {self._world.rank}: did not end within {self._seconds:.0f} s"
-        outcome = CheckOutcome(name, "failed", why, self._seconds, stacks())
-        self._on_timeout([*self._outcomes, outcome])
+        began = time.monotonic()
+        until, has_peer_failed = began + self._seconds, self._has_peer_failed()
+        while (remaining := until - time.monotonic()) > 0:
+            if ended.wait(min(POLL_SECONDS, remaining)):
+                return
+            if not has_peer_failed and self._has_peer_failed():
+                # Ranks that wait for others end by themselves. This one hangs, and the others end soon.
+                until, has_peer_failed = min(until, time.monotonic() + _END_SECONDS), True
+        why = f"rank {self._world.rank}: did not end within {_seconds_since(began):.0f} s"
+        self._on_failure([*self._outcomes, CheckOutcome(name, "failed", why, _seconds_since(began), stacks())])
         os._exit(1)
+
+    def _has_peer_failed(self) -> bool:
+        try:
+            self._world.transport.peers.raise_if_peer_failed()
+        except RuntimeError:
+            return True
+        return False
 
     def _device(self) -> str:
         """Products and sums on this device are those of the CPU, to rounding."""
@@ -182,10 +215,17 @@ class Selftest:
         return ""
 
     def _repeatable(self) -> str:
-        """Two runs with one seed give the same bits."""
-        one, other = self._train(self._config()), self._train(self._config())
-        for name, value in one.items():
-            _require(torch.equal(value, other[name]), f"{name} differs after {_STEPS} steps")
+        """Two runs with one seed give the same bits; on a device with every model, in 16 bits too."""
+        config = self._config()
+        variants = [config]
+        if self._world.device.type != "cpu":  # whose sums have an order in any precision
+            bf16 = replace(config, train=replace(config.train, precision="bf16"))
+            variants += [bf16, replace(bf16, model=replace(config.model, kind="sasrec"))]
+        for variant in variants:
+            one, other = self._train(variant), self._train(variant)
+            what = f"of {variant.model.kind} in {variant.train.precision}"
+            for name, value in one.items():
+                _require(torch.equal(value, other[name]), f"{name} {what} differs after {_STEPS} steps")
         return ""
 
     def _resumed(self) -> str:
@@ -247,13 +287,14 @@ class Selftest:
         return ""
 
     def _attention(self) -> str:
-        """HSTU attention on this device computes the result and gradients of the reference."""
+        """HSTU's and softmax attention on this device compute the result and gradients of the reference."""
         limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type != "cpu" else {})
-        for dtype, limit in limits.items():
-            problem = AttentionProblem.edge_cases(heads=2, width=25, dtype=dtype, device=self._world.device)
-            error_of = relative_errors(problem, hstu_attention)
-            wrong = {name: error for name, error in error_of.items() if not error <= limit}  # NaN fails too
-            _require(not wrong, f"{dtype} is off by {wrong}")
+        for (dtype, limit), width in itertools.product(limits.items(), (25, 32)):
+            problem = AttentionProblem.edge_cases(heads=2, width=width, dtype=dtype, device=self._world.device)
+            for attend in (hstu_attention, softmax_attention):
+                error_of = relative_errors(problem, attend, softmax=attend is softmax_attention)
+                wrong = {name: error for name, error in error_of.items() if not error <= limit}  # NaN fails too
+                _require(not wrong, f"{dtype} is off by {wrong} in {attend.__name__}")
         return ""
 
     def _copy_engine(self) -> str:
@@ -291,6 +332,10 @@ class Selftest:
             tables = trainer.components.tables
             rows = {} if tables is None else tables.shard.state()
             return {name: value.clone() for name, value in (trainer.components.module.state_dict() | rows).items()}
+
+
+def _seconds_since(began: float) -> float:
+    return round(time.monotonic() - began, 3)
 
 
 def _require(holds: bool, text: str) -> None:
