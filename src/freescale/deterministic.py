@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def index_add_(into: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Add `values[i]` to `into[index[i]]` for every i, in ascending order of i for each row."""
+    """Add `values[i]` to `into[index[i]]` for every i. The additions of each row have one fixed order."""
     if into.device.type == "cpu":
         return into.index_add_(0, index, values)
     order = index.argsort(stable=True)
