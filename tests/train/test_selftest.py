@@ -72,6 +72,15 @@ def test_a_failed_check_is_shown_and_the_command_exits_with_1(
     assert "Trace of attention" in (tmp_path / "selftest.html").read_text()
 
 
+def test_softmax_attention_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    right = selftest.softmax_attention
+    monkeypatch.setattr(selftest, "softmax_attention", lambda *operands: right(*operands) * 1.01)
+    assert freescale(["selftest", "--nproc", "1", "--only", "attention", "--out", str(tmp_path)]) == 1
+    assert "torch.float32 is off by {'output'" in capsys.readouterr().out.replace("\n", " ")
+
+
 def outcomes_with_a_hang(world: World, folder: str, reached: str) -> None:
     """Rank 1 does not come to the collective of a check."""
     here = joined(world)
