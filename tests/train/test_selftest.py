@@ -160,7 +160,7 @@ def test_the_command_writes_its_files_when_the_device_is_lost(
 def hangs_alone(world: World, folder: str, written: str) -> list[CheckOutcome]:
     """Rank 1 hangs; rank 0 gives up long before the check may end."""
     selftest._END_SECONDS, selftest._WRITE_SECONDS = 3.5, 4.0
-    here = joined(world, timeout=2.0)
+    here = joined(world, timeout=1.0)
     if world.rank == 1:
         Selftest._device = lambda _: time.sleep(600)  # type: ignore[assignment, method-assign]
 

@@ -6,7 +6,6 @@ does not end in time ends the process, after the stacks of its threads are writt
 of CUDA, no rank can go on: each returns the outcomes so far.
 """
 
-import itertools
 import logging
 import os
 import shutil
@@ -215,12 +214,12 @@ class Selftest:
         return ""
 
     def _repeatable(self) -> str:
-        """Two runs with one seed give the same bits; on a device with every model, in 16 bits too."""
+        """Two runs with one seed give the same bits; on a device also softmax attention in 16 bits."""
         config = self._config()
         variants = [config]
         if self._world.device.type != "cpu":  # whose sums have an order in any precision
-            bf16 = replace(config, train=replace(config.train, precision="bf16"))
-            variants += [bf16, replace(bf16, model=replace(config.model, kind="sasrec"))]
+            model, train = replace(config.model, kind="sasrec"), replace(config.train, precision="bf16")
+            variants.append(replace(config, model=model, train=train))
         for variant in variants:
             one, other = self._train(variant), self._train(variant)
             what = f"of {variant.model.kind} in {variant.train.precision}"
@@ -289,8 +288,8 @@ class Selftest:
     def _attention(self) -> str:
         """HSTU's and softmax attention on this device compute the result and gradients of the reference."""
         limits = {torch.float32: 1e-5} | ({torch.bfloat16: 2e-2} if self._world.device.type != "cpu" else {})
-        for (dtype, limit), width in itertools.product(limits.items(), (25, 32)):
-            problem = AttentionProblem.edge_cases(heads=2, width=width, dtype=dtype, device=self._world.device)
+        for dtype, limit in limits.items():
+            problem = AttentionProblem.edge_cases(heads=2, width=25, dtype=dtype, device=self._world.device)
             for attend in (hstu_attention, softmax_attention):
                 error_of = relative_errors(problem, attend, softmax=attend is softmax_attention)
                 wrong = {name: error for name, error in error_of.items() if not error <= limit}  # NaN fails too
