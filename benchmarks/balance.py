@@ -5,6 +5,15 @@ zig-zag (the paper's), LPT and, with equal counts, Karmarkar-Karp, which all dea
 everything. Lengths of public logs are read from files with one length per line:
 
 python benchmarks/balance.py --lengths ml-1m=ml-1m.txt gowalla=gowalla.txt --out benchmarks/results/balance.json
+
+`--small-batches` measures few samples per rank with kuairand's lengths, and costs of which few samples hold most: 1, 2
+or 5% are 20,000 long, the others 1 to 400. Movement is compared with two floors. The excess floor: a rank above the
+limit, which is the bound plus the tolerance, has to give up whole samples that cover its excess; it sums the fewest
+tokens that do so, exact by dynamic programming, and leaves out where the samples go. The shared floor counts that too
+where long samples must share ranks: a rank that takes one has to give up short ones. `--shapes`, `--lumpy-shapes` and
+`--seeds` shorten it:
+
+python benchmarks/balance.py --small-batches --out benchmarks/results/balance_small_batches.json
 """
 
 import argparse
@@ -12,6 +21,8 @@ import heapq
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +36,10 @@ from freescale.data import synthetic
 from record import save
 
 BATCH, DIM = 128, 256
+TOLERANCE = 0.005
+SMALL = ["256x4", "256x8", "64x8", "8x8", "256x16", "256x128", "2048x8"]
+LUMPY = ["64x128", "256x128"]
+LONG_SHARES = (0.01, 0.02, 0.05)
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 
 
@@ -97,14 +112,133 @@ def planning(pool: Ints, ranks: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def fewest_tokens(costs: Floats, tokens: Ints, excess: float) -> int:
+    """Fewest tokens of whole samples whose costs cover an excess: the best cost for every number of tokens."""
+    largest = np.argsort(-costs, kind="stable")
+    needed = int(np.searchsorted(np.cumsum(costs[largest]), excess)) + 1
+    most = int(min(tokens[largest[:needed]].sum(), tokens[costs >= excess].min(initial=tokens.sum())))
+    best = np.zeros(most + 1)
+    for size, worth in zip(tokens.tolist(), costs.tolist(), strict=True):
+        if size <= most:
+            best[size:] = np.maximum(best[size:], best[: most + 1 - size] + worth)
+    return int(np.argmax(best >= excess * (1 - 1e-12)))
+
+
+def excess_floor(costs: Floats, tokens: Ints, homes: Ints, limit: float) -> Ints:
+    """Tokens that have to leave each rank: what covers its excess over the limit."""
+    excess = np.bincount(homes, weights=costs) - limit
+    fewest = np.zeros(len(excess), dtype=np.int64)
+    for rank in np.flatnonzero(excess > 0):
+        fewest[rank] = fewest_tokens(costs[homes == rank], tokens[homes == rank], excess[rank])
+    return fewest
+
+
+def shared_floor(costs: Floats, tokens: Ints, homes: Ints, limit: float) -> int:
+    """Tokens that have to move because long samples must share ranks; not below the sum of the excess floor.
+
+    A sample is long if no k + 1 of such fit on a rank. Then ranks hold k at most, and with more than k - 1 per rank on
+    average so many ranks must hold k: these give up short samples to fit. All choices of these ranks are covered by
+    taking those for which it costs least.
+    """
+    least = excess_floor(costs, tokens, homes, limit)
+    ranks, descending = len(least), np.argsort(-costs, kind="stable")
+    sums = np.concatenate([[0.0], np.cumsum(costs[descending])])
+    best = int(least.sum())
+    for k in range(1, len(costs) // ranks + 1):
+        count = int(np.count_nonzero(sums[k + 1 :] - sums[: -k - 1] > limit))
+        long = descending[: count + k] if count else descending[:0]
+        must_hold = len(long) - (k - 1) * ranks
+        if must_hold <= 0:
+            continue
+        is_short = np.ones(len(costs), dtype=bool)
+        is_short[long] = False
+        held, least_tokens = np.bincount(homes[long], minlength=ranks), tokens[long].min()
+        shorts = excess_floor(costs[is_short], tokens[is_short], homes[is_short], limit - k * costs[long].min())
+        holding = np.maximum(least, np.maximum(held - k, 0) * least_tokens + shorts)
+        others = np.maximum(least, np.maximum(held - k + 1, 0) * least_tokens)
+        more = np.sort(holding - others)
+        best = max(best, int(others.sum() + more[:must_hold].sum() + np.minimum(more[must_hold:], 0).sum()))
+    return best
+
+
+def cpu_ms(work: Callable[[], object], repeats: int) -> float:
+    """Least CPU time of some runs."""
+    took = []
+    for _ in range(repeats):
+        began = time.process_time()
+        work()
+        took.append(time.process_time() - began)
+    return 1e3 * min(took)
+
+
+def small_batches(
+    name: str, draw: Callable[[int, np.random.Generator], Ints], shape: str, seeds: int
+) -> dict[str, Any]:
+    """Balance, movement over its floor and planning time of one shape, over seeds."""
+    ranks, batch = map(int, shape.split("x"))
+    homes, rows = np.repeat(np.arange(ranks), batch), []
+    for seed in range(seeds):
+        lengths = draw(ranks * batch, np.random.default_rng(seed))
+        costs = cost(lengths)
+        plan = partial(assign, costs, homes, world_size=ranks, tokens=lengths, tolerance=TOLERANCE)
+        placed, lpt = plan(), plan(strategy="lpt")
+        limit = (1 + TOLERANCE) * placed.lower_bound
+        plan_ms, sort_ms = cpu_ms(plan, 3), cpu_ms(lambda costs=costs: np.argsort(costs, kind="stable"), 5)
+        total, most = int(lengths.sum()), limit * float(costs.sum()) / ranks
+        excess = int(excess_floor(costs, lengths, homes, most).sum()) / total
+        shared = shared_floor(costs, lengths, homes, most) / total
+        rows.append(
+            {
+                "max_over_bound": placed.max_over_mean / placed.lower_bound,
+                "max_over_lpt_or_limit": placed.max_over_mean / max(lpt.max_over_mean, limit),
+                "moved_tokens": placed.moved_tokens,
+                "excess_floor": excess,
+                "moved_over_excess_floor": placed.moved_tokens / excess,
+                "moved_over_shared_floor": placed.moved_tokens / shared,
+                "plan_cpu_ms": plan_ms,
+                "plan_over_stable_argsort": plan_ms / sort_ms,
+            }
+        )
+    found: dict[str, Any] = {"lengths": name, "ranks": ranks, "batch": batch, "seeds": seeds}
+    for kind in rows[0]:
+        values = [row[kind] for row in rows]
+        found |= {kind: round(statistics.mean(values), 4), f"{kind}_worst": round(max(values), 4)}
+    return found
+
+
+def lumpy(share: float, count: int, rng: np.random.Generator) -> Ints:
+    """Few samples that hold nearly all cost."""
+    return np.where(rng.random(count) < share, 20_000, rng.integers(1, 401, count))
+
+
+def measure_small_batches(shapes: list[str], lumpy_shapes: list[str], seeds: int) -> list[dict[str, Any]]:
+    pool = synthetic.draw_lengths("kuairand", 200_000, np.random.default_rng(0))
+    cases = [("kuairand", lambda count, rng: pool[rng.integers(0, len(pool), count)], shape) for shape in shapes]
+    cases += [
+        (f"{share:.0%} of 20,000", partial(lumpy, share), shape) for share in LONG_SHARES for shape in lumpy_shapes
+    ]
+    results = []
+    for case in cases:
+        results.append(small_batches(*case, seeds))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="*", default=[], help="NAME=FILE, one length per line")
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 2048])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--small-batches", action="store_true")
+    parser.add_argument("--shapes", nargs="*", default=SMALL, help="RANKSxSAMPLES of --small-batches, kuairand")
+    parser.add_argument("--lumpy-shapes", nargs="*", default=LUMPY, help="the same, few samples with most of the cost")
+    parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.small_batches:
+        save(options.out, measure_small_batches(options.shapes, options.lumpy_shapes, options.seeds))
+        return
     rng = np.random.default_rng(0)
     pools = {
         "kuairand": synthetic.draw_lengths("kuairand", 200_000, rng),

@@ -170,6 +170,19 @@ def test_padded_placement_is_the_best_sorted_partition_and_steps_get_shorter(tmp
     assert steps["step_ms"]["padded"] < steps["step_ms"]["without"]
 
 
+def test_little_moves_for_balance_with_few_samples_per_rank(tmp_path: Path, warm: WarmPython) -> None:
+    out = tmp_path / "small.json"
+    options = ["--small-batches", "--shapes", "16x4", "16x8", "16x16", "--lumpy-shapes", "16x128", "--seeds", "2"]
+    command = [warm.python, BENCHMARKS / "balance.py", *options, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    results = json.loads(out.read_text())["results"]
+    assert [result["batch"] for result in results] == [4, 8, 16, 128, 128, 128]
+    for result in results:
+        assert result["max_over_lpt_or_limit_worst"] <= 1
+        assert result["batch"] == 4 or result["max_over_bound_worst"] <= 1.005
+        assert 1 <= result["moved_over_shared_floor"] <= result["moved_over_excess_floor"] < 2
+
+
 @pytest.mark.quiet
 def test_ranks_wait_less_for_each_other_when_samples_are_balanced(tmp_path: Path) -> None:
     out = tmp_path / "straggler.json"

@@ -61,7 +61,7 @@ def test_the_stats_page_opens_and_fetches_nothing(tmp_path: Path) -> None:
     links.feed(text)
     assert links.resources == []
     shown = in_browser(tmp_path / "deep" / "stats.html", "--dump-dom").stdout
-    for heading in ("Bubbles of random batches", "Lengths", "Popularity"):
+    for heading in ("Bubbles of random batches", "Balanced batches", "Lengths", "Popularity"):
         assert f"<h2>{heading}</h2>" in shown
     assert shown.count("<svg") == 3
     shot = tmp_path / "shot.png"

@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> Words:
         "speeds": speeds,
         "hosts": hosts,
     }
-    return found | {"equal_counts": draw(st.booleans())}
+    return found | {"equal_counts": draw(st.booleans()), "tolerance": draw(st.sampled_from([0.0, 0.005, 0.05]))}
 
 
 def times(problem: Words, rank: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -81,12 +81,12 @@ def plan_digest() -> str:
     """Of the plans of some steps with many equal costs, which an unstable sort puts in an order of its own."""
     found = hashlib.sha256()
     strategies: tuple[Strategy, ...] = ("rebalance", "zigzag", "lpt")
-    for seed, strategy in itertools.product(range(4), strategies):
+    for seed, strategy, ranks in itertools.product(range(4), strategies, (8, 128)):
         costs = np.random.default_rng(seed).integers(1, 40, 1024) ** 2
+        speeds = 1 / np.random.default_rng(seed).integers(5, 7, ranks)
         for equal_counts in (False, True):
-            placed = assign(
-                costs, np.arange(1024) * 7 % 1024 // 128, world_size=8, equal_counts=equal_counts, strategy=strategy
-            )
+            words: Words = {"equal_counts": equal_counts, "strategy": strategy, "speeds": speeds}
+            placed = assign(costs, np.arange(1024) * 7 % 1024 * ranks // 1024, world_size=ranks, **words)
             found.update(placed.rank.tobytes())
     return found.hexdigest()
 
@@ -152,7 +152,7 @@ def test_with_few_samples_per_rank_it_is_never_worse_than_dealing_them_out(ranks
         lengths = np.minimum(synthetic.draw_lengths("heavy", ranks * batch, np.random.default_rng(seed)), 200)
         at = np.repeat(np.arange(ranks), batch)
         ours, dealt = (assign(COST.of(lengths), at, world_size=ranks, strategy=s) for s in ("rebalance", "lpt"))
-        assert ours.max_over_mean <= max(dealt.max_over_mean, 1.0046 * ours.lower_bound)
+        assert ours.max_over_mean <= max(dealt.max_over_mean, 1.005 * ours.lower_bound)
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])

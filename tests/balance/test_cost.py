@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freescale.balance.cost import Cost
-from freescale.balance.estimate import random_batches
+from freescale.balance.cost import Cost, random_batches
 from freescale.config import ModelConfig
 from freescale.data import synthetic
 

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from freescale.balance.assign import tolerance_curve
+from freescale.balance.cost import Cost
 from freescale.cli.main import COMMANDS, main
 from tests.support.datasets import histories, write_dataset
 
@@ -98,6 +100,11 @@ def test_stats_match_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["popularity"]["0.1"] == pytest.approx(popular[:4].sum() / popular.sum())
     assert [row["world_size"] for row in found["random_batches"]] == [2, 16]
     assert 0 < found["random_batches"][0]["straggler_share"] < found["random_batches"][1]["straggler_share"] < 1
+    (values, counts), cost = np.unique(lengths, return_counts=True), Cost.hstu(dim=256, layers=8, heads=4)
+    for size in (2, 16):
+        curve = tolerance_curve(values, cost.of(values), counts, world_size=size, batch=8)
+        shown = [row for row in found["balanced_batches"] if row["world_size"] == size]
+        assert shown == [{"world_size": size} | point._asdict() for point in curve]
 
 
 def test_stats_warn_about_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,7 @@ def test_a_recipe_is_a_complete_config(name: str, tmp_path: Path) -> None:
         ("[train]\nbeta2 = 1.0\n", 2, "below 1"),
         ("[train]\nkeep = 1\ntimeout = 0.0\n", 3, "train.timeout = 0.0 is not valid.*above 0"),
         ("[balance]\ncost = [1.0, -0.5, 1.0]\n", 2, "balance.cost.*none below 0"),
+        ("[balance]\ntolerance = -0.01\n", 2, "balance.tolerance.*between 0 and 1"),
     ],
 )
 def test_an_invalid_key_or_value_is_reported_with_line_and_remedy(

@@ -1,8 +1,11 @@
-"""The cost of a sample from its length and its candidates, counted or fitted to measured times. Pure numpy.
+"""The cost of a sample, counted or fitted to measured times, and the imbalance of random batches. Pure numpy.
 
 A counted cost is in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for
 every sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
 candidates sees the history and itself, which adds C (L + 1).
+
+`random_batches` estimates by Monte Carlo how long ranks wait for the slowest one. The straggler share is the paper's:
+mean idle time of a rank over the time of the iteration, 1 - mean / max.
 """
 
 import itertools
@@ -10,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from freescale.balance.placement import Floats, Ints
 from freescale.config import ModelConfig
 
 
@@ -56,19 +60,19 @@ class Cost:
         """Cost of a sample, of a token, of a pair."""
         return self.sample, self.token, self.pair
 
-    def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> NDArray[np.float64]:
+    def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> Floats:
         """Return the cost of each sample."""
         tokens, pairs = sizes(lengths, candidates)
         return self.summed(1, tokens, pairs) if self.power is None else tokens**self.power
 
-    def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> NDArray[np.float64]:
+    def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> Floats:
         """Return the cost of several samples from their sums. Not defined for a power law."""
         if self.power is not None:
             raise ValueError("a cost of tokens ** power does not follow from sums")
         return self.sample * np.asarray(samples) + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
 
 
-def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[Floats, Floats]:
     """Return the tokens of each sample, and the pairs of tokens that attend to each other."""
     history = np.asarray(lengths, dtype=np.float64)
     candidate = np.asarray(candidates, dtype=np.float64)
@@ -76,6 +80,8 @@ def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[NDArray[np.flo
 
 
 _TERMS = 4
+_DRAWS = 4_000_000
+_WORTHWHILE = 0.01
 
 
 class Calibration(NamedTuple):
@@ -131,3 +137,63 @@ def fit(equations: NormalEquations) -> Calibration:
             best, least = constants, error
     step, sample, token, pair = (best / scale).tolist()
     return Calibration(Cost(sample, token, pair), step, float(np.sqrt(max(0.0, least) / lines)))
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Imbalance of ranks, averaged over simulated steps."""
+
+    world_size: int
+    batch: int
+    """Samples per rank."""
+    steps: int
+    """Steps simulated."""
+    max_over_mean: float
+    """Time of a step over the time of a perfectly even split."""
+    straggler_share: float
+    """Share of the time that a rank waits for the slowest one, with random batches."""
+    best_share: float
+    """The same with the best placement: only a single sample above the mean load still makes ranks wait."""
+
+    @property
+    def recoverable_share(self) -> float:
+        """Share of a rank's time that balancing can recover."""
+        return self.straggler_share - self.best_share
+
+
+def is_worthwhile(costs: Floats, *, world_size: int, batch: int) -> bool:
+    """Return whether balancing would recover a noticeable share of a rank's time. `costs`: of a sample of the data.
+
+    A pure function of its arguments, so that repeated runs balance alike.
+    """
+    values, counts = np.unique(costs, return_counts=True)
+    return random_batches(values, counts, world_size=world_size, batch=batch).recoverable_share >= _WORTHWHILE
+
+
+def random_batches(costs: Floats, counts: Ints, *, world_size: int, batch: int, seed: int = 0) -> Imbalance:
+    """Simulate random batches of samples, which are described by distinct costs and their counts."""
+    share = np.cumsum(counts) / counts.sum()
+    steps = int(np.clip(_DRAWS // (world_size * batch), 20, 200))
+    rng = np.random.default_rng(seed)
+    results = []
+    for _ in range(steps):
+        load, largest = _draw(costs, share, world_size, batch, rng)
+        mean, worst = load.mean(), load.max()
+        results.append((worst / mean, 1.0 - mean / worst, 1.0 - mean / max(mean, largest)))
+    return Imbalance(world_size, batch, steps, *np.mean(results, axis=0).tolist())
+
+
+def _draw(costs: Floats, share: Floats, world_size: int, batch: int, rng: np.random.Generator) -> tuple[Floats, float]:
+    """Return the loads of all ranks in one step and its largest sample. Sliced, so that 16,384 ranks fit in memory."""
+    rows = max(1, _DRAWS // batch)
+    loads, largest = [], 0.0
+    for first in range(0, world_size, rows):
+        drawn = costs[draw_indices(share, (min(rows, world_size - first), batch), rng)]
+        loads.append(drawn.sum(axis=1))
+        largest = max(largest, float(drawn.max()))
+    return np.concatenate(loads), largest
+
+
+def draw_indices(share: Floats, shape: int | tuple[int, int], rng: np.random.Generator) -> Ints:
+    """Draw random indices. `share`: cumulative probability."""
+    return np.minimum(np.searchsorted(share, rng.random(shape), side="right"), len(share) - 1)

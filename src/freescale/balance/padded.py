@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.balance.placement import AssignmentProblem, Floats, Ints
-from freescale.balance.rebalance import yield_gil
+from freescale.balance.placement import AssignmentProblem, Floats, Ints, match_source_ranks, yield_gil
 
 _PRECISION = 1e-9
 _ROUNDING = 1e-12  # a time that is a count times a cost over a speed must allow that count
@@ -31,8 +30,9 @@ class PaddedProblem(AssignmentProblem):
         """Return the tokens of each rank under a placement, with padding."""
         return self._padded(self.tokens.astype(np.float64), rank)
 
+    @cached_property
     def lower_bound_time(self) -> float:
-        """Return a time that no placement beats: that of the best partition if all ranks were as fast as the fastest.
+        """A time that no placement beats: that of the best partition if all ranks were as fast as the fastest.
 
         With equal speeds it is reached.
         """
@@ -72,7 +72,7 @@ def place_padded(problem: PaddedProblem, tolerance: float) -> list[Ints]:
     """
     source = problem.source_rank
     fits = problem.max_tokens is None or problem.tokens_per_rank(source).max() <= problem.max_tokens
-    if fits and problem.times(source).max() <= problem.lower_bound_time() * (1.0 + tolerance):
+    if fits and problem.times(source).max() <= problem.lower_bound_time * (1.0 + tolerance):
         return []
     if np.ptp(problem.speeds) == 0:
         partition = problem.partition_if_all_were_fast
@@ -134,20 +134,3 @@ def _place(problem: PaddedProblem, partition: Partition, ranks: Ints) -> Ints:
     placed = np.empty(len(problem.costs), dtype=np.int64)
     placed[problem.longest_first] = np.repeat(ranks, partition.counts)
     return match_source_ranks(problem, placed)
-
-
-def match_source_ranks(problem: AssignmentProblem, placed: Ints) -> Ints:
-    """Exchange what ranks of equal speed hold, so that few tokens move: the pair that shares the most tokens first."""
-    world_size, speeds = problem.world_size, problem.speeds
-    pairs, inverse = np.unique(placed * world_size + problem.source_rank, return_inverse=True)
-    shared = np.bincount(inverse, weights=problem.tokens, minlength=len(pairs))
-    planned, source = np.divmod(pairs, world_size)
-    order = np.argsort(-shared, kind="stable")
-    order = order[speeds[planned[order]] == speeds[source[order]]]
-    match, taken = np.full(world_size, -1), np.zeros(world_size, dtype=bool)
-    for here, there in yield_gil(list(zip(planned[order].tolist(), source[order].tolist(), strict=True))):
-        if match[here] < 0 and not taken[there]:
-            match[here], taken[there] = there, True
-    for speed in np.unique(speeds):
-        match[(match < 0) & (speeds == speed)] = np.flatnonzero(~taken & (speeds == speed))
-    return match[placed]

@@ -49,8 +49,13 @@ class Planner:
         self.stopwatch = Stopwatch() if rules.adapt else None
         self._estimator, self._is_rank_zero = CostModelEstimator(is_rank_zero=is_rank_zero), is_rank_zero
         self._rules, self._world_size = rules, world_size
-        limit, equal = rules.max_tokens or None, rules.counts == "equal"
-        self._limits = {"world_size": world_size, "hosts": hosts, "max_tokens": limit, "equal_counts": equal}
+        self._limits = {
+            "world_size": world_size,
+            "hosts": hosts,
+            "max_tokens": rules.max_tokens or None,
+            "equal_counts": rules.counts == "equal",
+            "tolerance": rules.tolerance,
+        }
         self._compute: Compute = compute
         self._sums = np.zeros(4)
 

@@ -1,273 +1,259 @@
 """Balances ranks by moving only excess work from overloaded ranks to ranks with spare capacity. Pure.
 
-A rank above the target time gives up the largest samples that fit into its excess: a long sample carries more work per
-token than a short one, so few tokens move. Removed samples go, largest first, to the least loaded rank. That may
-overload a rank by a little; the next round removes smaller samples, until no rank is above the target.
+A rank above its capacity gives up the largest samples that fit into its excess: a long sample carries more work per
+token than a short one, so few tokens move. Removed samples go, largest first, to the ranks with most room, on their
+source host if they fit there. That may overload a rank by a little; the next round removes smaller samples.
 
-`equalize` then makes the sample counts equal: ranks with too many samples give their cheapest, which hardly change the
-load, and ranks above the target swap a sample for a cheaper one.
+All ranks are handled at once in bulk operations of numpy, which release the GIL: planning runs beside a training step.
 """
 
-import heapq
+import math
 import time
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from freescale.balance.placement import AssignmentProblem, Ints
+from freescale.balance.placement import AssignmentProblem, Floats, Ints
 
-T = TypeVar("T")
-CostedSample = tuple[float, int]
-"""A sample that was removed from its rank: its cost and its index."""
-_OVERSHOOT = 1.05  # one sample this much larger than the excess beats several that fit exactly
-_ROUNDS = 12
-_YIELD_EVERY = 16
-_SWAPS_PER_RANK = 20
-
-
-def rebalance(problem: AssignmentProblem, tolerance: float) -> "RankLoads":
-    """Return loads under which no rank takes longer than the lower bound plus the tolerance, where possible."""
-    loads = RankLoads(problem, problem.lower_bound_time() * (1.0 + tolerance))
-    for _ in range(_ROUNDS):
-        removed = [sample for rank in yield_gil(loads.overloaded()) for sample in loads.take_excess(rank)]
-        if not removed:
-            break
-        _place_removed(loads, _largest_first(removed))
-    return loads
-
-
-def _largest_first(removed: list[CostedSample]) -> list[CostedSample]:
-    """Sort with numpy: sorting thousands of tuples would hold the GIL for milliseconds."""
-    costs, samples = zip(*removed, strict=True)
-    order = np.lexsort((samples, costs))[::-1]
-    return [removed[position] for position in order.tolist()]
+Bools = NDArray[np.bool_]
+NO_SAMPLE = -1
+"""Fills up small sets of samples. It indexes the last entry of padded arrays: no cost, no tokens."""
+_ROUNDS = 6
+_NEARLY_ROOMIEST = 0.7  # ranks with less of the largest room get no sample in the same turn
+_SHARE_OF_ROOM = 0.25  # samples that are small against the room are placed several per rank and turn
 
 
 class RankLoads:
-    """The samples of each rank in order of cost. Lists are built only for ranks whose samples change."""
+    """What each rank holds under a placement that changes, and how much it may hold."""
 
-    def __init__(self, problem: AssignmentProblem, target: float) -> None:
-        self.problem, self.rank = problem, problem.source_rank.copy()
-        self.spare = (target * problem.speeds - problem.times(self.rank) * problem.speeds).tolist()
-        """Work that each rank can still take. Negative for overloaded ranks."""
-        cap = problem.max_tokens
-        self.spare_tokens = None if cap is None else (cap - problem.tokens_per_rank(self.rank)).tolist()
-        """Tokens that each rank can still hold; None without a limit."""
-        by_cost = np.argsort(problem.costs, kind="stable")
-        narrow = problem.source_rank[by_cost].astype(np.min_scalar_type(problem.world_size))  # narrow types sort faster
-        self._order = by_cost[np.argsort(narrow, kind="stable")]
-        self._ends = [0, *np.cumsum(np.bincount(problem.source_rank, minlength=problem.world_size)).tolist()]
-        self._samples_of: dict[int, tuple[list[float], list[int]]] = {}
+    def __init__(self, problem: AssignmentProblem, target_time: float, rank: Ints | None = None) -> None:
+        self.problem, self.rank = problem, (problem.source_rank if rank is None else rank).copy()
+        self.capacity = target_time * problem.speeds
+        """Cost that each rank may hold."""
+        self.mean_capacity = target_time * math.fsum(problem.speeds) / problem.world_size
+        self.load: Floats = np.zeros(problem.world_size)
+        """Cost that each rank holds."""
+        self.tokens: Floats = np.zeros(problem.world_size)
+        """Tokens that each rank holds; not counted without a limit."""
+        self.max_tokens = math.inf if problem.max_tokens is None else float(problem.max_tokens)
+        self.costs, self.sizes = np.append(problem.costs, 0.0), np.append(problem.tokens, 0)
+        """Cost and tokens of each sample, padded for NO_SAMPLE."""
+        self._source = np.append(problem.source_rank, -1)
+        self.many_hosts = bool((problem.hosts != problem.hosts[0]).any())
+        self._add(np.arange(len(self.rank)), self.rank, 1.0)
 
-    def samples_of(self, rank: int) -> tuple[list[float], list[int]]:
-        """Return the costs of a rank's samples in ascending order, and their indices."""
-        if rank not in self._samples_of:
-            samples = self._order[self._ends[rank] : self._ends[rank + 1]]
-            self._samples_of[rank] = self.problem.costs[samples].tolist(), samples.tolist()
-        return self._samples_of[rank]
+    @property
+    def room(self) -> Floats:
+        """Cost that each rank can still take. Negative for overloaded ranks."""
+        return self.capacity - self.load
 
-    def overloaded(self) -> list[int]:
-        """Return the ranks above the target or above the token limit."""
-        full = [rank for rank, spare in enumerate(self.spare) if spare < 0]
-        if self.spare_tokens is None:
-            return full
-        return sorted({*full, *(rank for rank, tokens in enumerate(self.spare_tokens) if tokens < 0)})
+    def move(self, samples: Ints, to: Ints) -> None:
+        """Move samples to ranks."""
+        self.remove(samples)
+        self.put(samples, to)
 
-    def take(self, rank: int, position: int) -> CostedSample:
-        """Remove a sample from its rank."""
-        costs, samples = self.samples_of(rank)
-        cost, sample = costs.pop(position), samples.pop(position)
-        self.spare[rank] += cost
-        if self.spare_tokens is not None:
-            self.spare_tokens[rank] += int(self.problem.tokens[sample])
-        return cost, sample
+    def remove(self, samples: Ints) -> None:
+        """Take samples off their ranks. `put` must follow."""
+        self._add(samples, self.rank[samples], -1.0)
 
-    def put(self, rank: int, item: CostedSample) -> None:
-        """Add a sample to a rank."""
-        costs, samples = self.samples_of(rank)
-        cost, sample = item
-        position = bisect_right(costs, cost)
-        costs.insert(position, cost)
-        samples.insert(position, sample)
-        self.spare[rank] -= cost
-        if self.spare_tokens is not None:
-            self.spare_tokens[rank] -= int(self.problem.tokens[sample])
-        self.rank[sample] = rank
+    def put(self, samples: Ints, to: Ints) -> None:
+        """Put removed samples on ranks."""
+        self.rank[samples] = to
+        self._add(samples, to, 1.0)
 
-    def has_token_capacity(self, rank: int, tokens: int) -> bool:
-        """Whether a rank can hold so many more tokens."""
-        return self.spare_tokens is None or self.spare_tokens[rank] >= tokens
+    def _add(self, samples: Ints, ranks: Ints, sign: float) -> None:
+        world_size = self.problem.world_size
+        self.load += sign * np.bincount(ranks, weights=self.costs[samples], minlength=world_size)
+        if self.max_tokens < math.inf:
+            self.tokens += sign * np.bincount(ranks, weights=self.sizes[samples], minlength=world_size)
 
-    def take_excess(self, rank: int) -> Iterator[CostedSample]:
-        """Remove samples from an overloaded rank: repeatedly the largest that fits into the excess."""
-        costs, _ = self.samples_of(rank)
-        while costs and (self.spare[rank] < 0 or not self.has_token_capacity(rank, 0)):
-            excess = -self.spare[rank]
-            position = bisect_right(costs, excess) - 1
-            if position + 1 < len(costs) and (position < 0 or costs[position + 1] <= excess * _OVERSHOOT):
-                position += 1
-            yield self.take(rank, position)
+    def transferred(self, samples: Ints, ranks: Ints) -> Ints:
+        """Return the tokens to transfer for samples on ranks: none at the source, twice as many to another host."""
+        source, size = self._source[samples], self.sizes[samples]
+        tokens = np.where(source != ranks, size, 0)
+        if self.many_hosts:
+            hosts = self.problem.hosts
+            tokens += np.where(hosts[source] != hosts[ranks], size, 0)
+        return tokens
+
+    def largest_first(self, samples: Ints) -> Ints:
+        """Return samples in descending order of cost."""
+        chosen = np.zeros(len(self.rank), dtype=bool)
+        chosen[samples] = True
+        ascending = self.problem.ascending
+        return ascending[chosen[ascending]][::-1]
+
+    def by_rank(self, ranks: Bools) -> Ints:
+        """Return the samples of some ranks, rank by rank, cheapest first."""
+        ascending = self.problem.ascending
+        samples = ascending[ranks[self.rank[ascending]]]
+        narrow = self.rank[samples].astype(np.min_scalar_type(self.problem.world_size))  # narrow types sort faster
+        return samples[np.argsort(narrow, kind="stable")]
 
 
-def _place_removed(loads: RankLoads, removed: list[CostedSample]) -> None:
-    """Put samples on the least loaded rank: of their source host if they fit there, else of all."""
+def move_excess(loads: RankLoads) -> None:
+    """Move samples until no rank is above its capacity, where that is found within a few rounds."""
+    for _ in range(_ROUNDS):
+        crowded = loads.tokens > loads.max_tokens
+        if crowded.any():
+            sizes = loads.sizes.astype(np.float64)
+            _place(loads, _excess_samples(loads, crowded, loads.tokens - loads.max_tokens, sizes))
+        overloaded = loads.load > loads.capacity
+        if overloaded.any():
+            _place(loads, _excess_samples(loads, overloaded, loads.load - loads.capacity, loads.costs))
+        elif not crowded.any():
+            return
+
+
+class _SortedSamples(NamedTuple):
+    """The samples of some ranks in one array: rank by rank, lightest first. Positions refer to this order."""
+
+    samples: Ints
+    weights: Floats
+    tokens: Ints
+    key: Floats
+    """Weight plus the base of the rank: ascending over all ranks."""
+    base: Floats
+    """Of each rank."""
+    begin: Ints
+    """Position of each rank's first sample with weight; samples without weight stay."""
+    end: Ints
+    """Position after each rank's last sample."""
+
+
+def _sorted_samples(loads: RankLoads, ranks: Bools, weights: Floats, largest_excess: float) -> _SortedSamples:
+    samples = loads.by_rank(ranks)
+    if weights is not loads.costs:
+        samples = samples[np.lexsort((weights[samples], loads.rank[samples]))]
+    row = (np.cumsum(ranks) - 1)[loads.rank[samples]]
+    stride = 2.0 * (weights.max() + largest_excess) + 1.0
+    base = np.arange(np.count_nonzero(ranks)) * stride
+    key = row * stride + weights[samples]
+    begin, end = np.searchsorted(key, base, side="right"), np.searchsorted(key, base + stride)
+    return _SortedSamples(samples, weights[samples], loads.sizes[samples], key, base, begin, end)
+
+
+def _excess_samples(loads: RankLoads, ranks: Bools, excess: Floats, weights: Floats) -> Ints:
+    """Return samples of overloaded ranks whose weights cover the excess, with few tokens.
+
+    Each rank gives up the largest samples that fit into what is left of its excess, and ends with one that covers the
+    rest, at the point where that takes the fewest tokens.
+    """
+    left = excess[ranks].copy()
+    held = _sorted_samples(loads, ranks, weights, float(left.max()))
+    weight_sums, token_sums = (np.concatenate([[0.0], np.cumsum(values)]) for values in (held.weights, held.tokens))
+    tokens_per_weight = token_sums[-1] / weight_sums[-1]
+    spent, top = np.zeros(len(left)), held.end.copy()
+    fewest, last, last_after = np.full(len(left), np.inf), np.full(len(left), -1), np.zeros(len(left), dtype=np.int64)
+    runs: list[tuple[Ints, Ints, Ints]] = []
+    active = np.arange(len(left))
+    while len(active):
+        covering = np.searchsorted(held.key, held.base[active] + left[active])
+        at = np.minimum(covering, len(held.key) - 1)
+        overshoot = held.weights[at] - left[active]
+        tokens = spent[active] + held.tokens[at] + tokens_per_weight * overshoot
+        better = (covering < top[active]) & (tokens < fewest[active])
+        row = active[better]
+        fewest[row], last[row], last_after[row] = tokens[better], at[better], len(runs)
+        end = np.minimum(covering, top[active])
+        begin = np.maximum(np.searchsorted(weight_sums, weight_sums[end] - left[active]), held.begin[active])
+        fits = begin < end
+        active, begin, end = active[fits], begin[fits], end[fits]
+        runs.append((active, begin, end))
+        left[active] -= weight_sums[end] - weight_sums[begin]
+        spent[active] += token_sums[end] - token_sums[begin]
+        top[active] = begin
+        active = active[(left[active] > 0) & (spent[active] < fewest[active])]
+    covered = (left <= 0) & (spent <= fewest)
+    last_after[covered] = len(runs)
+    given = [last[~covered & (last >= 0)]]
+    for number, (row, begin, end) in enumerate(runs):
+        kept = number < last_after[row]
+        given.append(ranges(begin[kept], end[kept]))
+    return held.samples[np.concatenate(given)]
+
+
+def ranges(begin: Ints, end: Ints) -> Ints:
+    """Return the numbers of all ranges [begin, end)."""
+    lengths = end - begin
+    return np.repeat(begin - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+
+
+def _place(loads: RankLoads, removed: Ints) -> None:
+    """Put samples on the ranks with most room: of their source host if they fit there, else of all."""
     problem = loads.problem
-    if len(np.unique(problem.hosts)) > 1:
-        removed = _place_on_source_host(loads, removed)
-    least_loaded = [(-spare, rank) for rank, spare in enumerate(loads.spare)]
-    heapq.heapify(least_loaded)
-    for sample in yield_gil(removed):
-        _place_on_least_loaded(loads, least_loaded, sample)
+    removed = loads.largest_first(removed)
+    loads.remove(removed)
+    if loads.many_hosts:
+        source_host, rejected = problem.hosts[problem.source_rank[removed]], []
+        for host in np.unique(source_host):
+            ranks = np.flatnonzero(problem.hosts == host)
+            rejected.append(_place_largest_first(loads, removed[source_host == host], ranks, must_fit=True))
+        removed = loads.largest_first(np.concatenate(rejected))
+    _place_largest_first(loads, removed, np.arange(problem.world_size), must_fit=False)
 
 
-def _place_on_source_host(loads: RankLoads, removed: list[CostedSample]) -> list[CostedSample]:
-    """Put samples that fit on ranks of their source host. Return the others."""
-    problem, unplaced = loads.problem, []
-    least_loaded: dict[int, list[tuple[float, int]]] = {}
-    for rank, host in enumerate(problem.hosts.tolist()):
-        least_loaded.setdefault(host, []).append((-loads.spare[rank], rank))
-    for heap in least_loaded.values():
-        heapq.heapify(heap)
-    for sample in yield_gil(removed):
-        heap = least_loaded[int(problem.hosts[loads.rank[sample[1]]])]
-        rank = heap[0][1]
-        if loads.spare[rank] >= sample[0] and loads.has_token_capacity(rank, int(problem.tokens[sample[1]])):
-            loads.put(rank, sample)
-            heapq.heapreplace(heap, (-loads.spare[rank], rank))
+def _place_largest_first(loads: RankLoads, samples: Ints, ranks: Ints, *, must_fit: bool) -> Ints:
+    """Place samples, which are in descending order of cost, on some ranks. Return those that do not fit.
+
+    In each turn the i-th sample goes to the i-th roomiest rank, as far as that has nearly as much room as the first.
+    Without `must_fit`, a sample that fits nowhere goes to the roomiest rank that can hold its tokens.
+    """
+    rejected, limited = [], loads.max_tokens < math.inf
+    while len(samples):
+        time.sleep(0)
+        head = samples[: len(ranks)]
+        costs, room = loads.costs[head], loads.room[ranks]
+        if limited:
+            is_full = loads.tokens[ranks] + loads.sizes[head[0]] > loads.max_tokens
+            order = np.lexsort((-room, is_full))
         else:
-            unplaced.append(sample)
-    return unplaced
+            order = np.argsort(-room, kind="stable")
+        roomiest, room = ranks[order], room[order]
+        fits = (costs <= room[: len(head)]) & (room[: len(head)] >= _least_room(room[0], costs[0]))
+        if limited:
+            fits &= loads.tokens[roomiest[: len(head)]] + loads.sizes[head] <= loads.max_tokens
+        count = _leading(fits)
+        if count == 0 and must_fit:
+            unfit = loads.costs[samples] > room[0]
+            unfit[0] = True
+            rejected.append(samples[unfit])
+            samples = samples[~unfit]
+            continue
+        if count == 0:
+            count = 1 if limited else max(1, _leading(costs > room[0]))
+        each = 1 if limited else max(1, int(_SHARE_OF_ROOM * room[count - 1] / max(costs[0], 1.0)))
+        taken, samples = samples[: count * each], samples[count * each :]
+        loads.put(taken, roomiest[np.arange(len(taken)) % count])
+    return np.concatenate([samples, *rejected])
 
 
-def _place_on_least_loaded(loads: RankLoads, least_loaded: list[tuple[float, int]], sample: CostedSample) -> None:
-    """Put a sample on the least loaded rank with enough token capacity."""
-    full, tokens = [], int(loads.problem.tokens[sample[1]])
-    while least_loaded and not loads.has_token_capacity(least_loaded[0][1], tokens):
-        full.append(heapq.heappop(least_loaded))
-    if not least_loaded:  # no rank has the capacity: `assign` rejects this placement
-        least_loaded += full
-        full.clear()
-    rank = least_loaded[0][1]
-    loads.put(rank, sample)
-    heapq.heapreplace(least_loaded, (-loads.spare[rank], rank))
-    for entry in full:
-        heapq.heappush(least_loaded, entry)
+def _leading(values: Bools) -> int:
+    """Return how many values are true before the first that is not."""
+    return len(values) if values.all() else int(np.argmin(values))
 
 
-def yield_gil(values: Sequence[T]) -> Iterator[T]:
-    """Yield values and release the GIL regularly: planning runs in a thread beside the training step."""
-    for position, value in enumerate(values):
-        if position % _YIELD_EVERY == 0:
-            time.sleep(0)
-        yield value
+def _least_room(largest_room: float, largest_cost: float) -> float:
+    """Return the room of a rank that is still served in the same turn as the roomiest one."""
+    return min(largest_room - largest_cost, _NEARLY_ROOMIEST * largest_room)
 
 
-def equalize(loads: RankLoads) -> Ints:
-    """Make the sample counts of all ranks equal, give or take one, and keep the balance where possible."""
-    _equalize_counts(loads)
-    _swap_until_balanced(loads)
-    return loads.rank
-
-
-def _equalize_counts(loads: RankLoads) -> None:
+def equalize_counts(loads: RankLoads) -> None:
+    """Make the sample counts of all ranks equal, give or take one: ranks with too many give their cheapest samples."""
     world_size = loads.problem.world_size
     counts = np.bincount(loads.rank, minlength=world_size)
-    each, over = divmod(len(loads.rank), world_size)
+    each, one_more = divmod(len(loads.rank), world_size)
     target_counts = np.full(world_size, each)
-    target_counts[np.argsort(-counts, kind="stable")[:over]] += 1
-    surplus = (counts - target_counts).tolist()
-    removed = [loads.take(rank, 0) for rank in range(world_size) for _ in range(max(0, surplus[rank]))]
-    missing = {rank: -surplus[rank] for rank in range(world_size) if surplus[rank] < 0}
-    least_loaded = [(-loads.spare[rank], rank) for rank in missing]
-    heapq.heapify(least_loaded)
-    for sample in yield_gil(sorted(removed, reverse=True)):
-        _, rank = heapq.heappop(least_loaded)
-        loads.put(rank, sample)
-        missing[rank] -= 1
-        if missing[rank]:
-            heapq.heappush(least_loaded, (-loads.spare[rank], rank))
-
-
-def _swap_until_balanced(loads: RankLoads) -> None:
-    """Swap samples one pair at a time: of the most loaded with the least loaded rank, else for the cheapest of all."""
-    spare = loads.spare
-    over = [(spare[rank], rank) for rank in loads.overloaded()]
-    least_loaded = [(-free, rank) for rank, free in enumerate(spare)]
-    heapq.heapify(over)
-    heapq.heapify(least_loaded)
-    cheapest: list[int] | None = None
-    for _ in yield_gil(range(_SWAPS_PER_RANK * loads.problem.world_size)):
-        while over and (over[0][0] != spare[over[0][1]] or spare[over[0][1]] >= 0):
-            heapq.heappop(over)
-        if not over:
-            return
-        while -least_loaded[0][0] != spare[least_loaded[0][1]]:
-            heapq.heappop(least_loaded)
-        full, free = heapq.heappop(over)[1], least_loaded[0][1]
-        touched = _swap_between(loads, full, free)
-        if spare[full] < 0:
-            if cheapest is None:
-                cheapest = _cheapest_samples(loads)
-            touched |= _swap_for_cheapest(loads, full, cheapest)
-        for rank in touched:
-            heapq.heappush(least_loaded, (-spare[rank], rank))
-            if spare[rank] < 0:
-                heapq.heappush(over, (spare[rank], rank))
-
-
-def _swap_between(loads: RankLoads, full: int, free: int) -> set[int]:
-    """Swap the pair of samples whose cost difference is nearest to the excess, if the other rank has the capacity."""
-    excess, spare = -loads.spare[full], loads.spare[free]
-    (full_costs, full_samples), (free_costs, free_samples) = loads.samples_of(full), loads.samples_of(free)
-    best: tuple[float, int, int] | None = None
-    if not free_costs:
-        return set()
-    for position in range(len(full_costs) - 1, -1, -1):
-        other = max(0, bisect_right(free_costs, full_costs[position] - excess) - 1)
-        moved = full_costs[position] - free_costs[other]
-        if moved <= 0:
-            break
-        if moved <= spare and (best is None or abs(moved - excess) < best[0]):
-            best = abs(moved - excess), position, other
-    if best is None or not _fits_after_swap(loads, full, free, full_samples[best[1]], free_samples[best[2]]):
-        return set()
-    _swap(loads, full, best[1], free, best[2])
-    return {full, free}
-
-
-def _cheapest_samples(loads: RankLoads) -> list[int]:
-    """Return the cheapest samples of all ranks: as many as a few ranks hold."""
-    few = min(len(loads.rank), 4 * (len(loads.rank) // loads.problem.world_size + 1))
-    return np.argsort(loads.problem.costs, kind="stable")[:few].tolist()
-
-
-def _swap_for_cheapest(loads: RankLoads, full: int, cheapest: list[int]) -> set[int]:
-    """Swap for the cheapest samples: a rank whose largest sample nearly fills the target can hold no others."""
-    costs, touched = loads.problem.costs, {full}
-    for cost, sample in reversed(list(zip(*loads.samples_of(full), strict=True))):
-        if loads.spare[full] >= 0:
-            break
-        for cheap in cheapest:
-            free, moved = int(loads.rank[cheap]), cost - float(costs[cheap])
-            if moved <= 0:
-                break
-            if free != full and loads.spare[free] >= moved and _fits_after_swap(loads, full, free, sample, cheap):
-                (_, full_samples), (_, free_samples) = loads.samples_of(full), loads.samples_of(free)
-                _swap(loads, full, full_samples.index(sample), free, free_samples.index(cheap))
-                touched.add(free)
-                break
-    return touched if len(touched) > 1 else set()
-
-
-def _swap(loads: RankLoads, full: int, position: int, free: int, other: int) -> None:
-    full_item, free_item = loads.take(full, position), loads.take(free, other)
-    loads.put(free, full_item)
-    loads.put(full, free_item)
-
-
-def _fits_after_swap(loads: RankLoads, full: int, free: int, full_sample: int, free_sample: int) -> bool:
-    tokens = loads.problem.tokens
-    moved = int(tokens[full_sample] - tokens[free_sample])
-    return loads.has_token_capacity(free, moved) and loads.has_token_capacity(full, -moved)
+    target_counts[np.argsort(-counts, kind="stable")[:one_more]] += 1
+    surplus = counts - target_counts
+    samples = loads.by_rank(surplus > 0)
+    rank = loads.rank[samples]
+    position = np.arange(len(samples)) - np.searchsorted(rank, rank)
+    removed = samples[position < surplus[rank]]
+    removed = loads.largest_first(removed)
+    loads.remove(removed)
+    missing = np.maximum(-surplus, 0)
+    vacant = np.repeat(np.arange(world_size), missing)
+    turn = np.arange(len(vacant)) - np.searchsorted(vacant, vacant)
+    loads.put(removed, vacant[np.lexsort((-loads.room[vacant], turn))])

@@ -10,8 +10,8 @@ import numpy as np
 import tyro
 
 from freescale import page
-from freescale.balance.cost import Cost
-from freescale.balance.estimate import Imbalance, random_batches
+from freescale.balance.assign import Tradeoff, tolerance_curve
+from freescale.balance.cost import Cost, Imbalance, random_batches
 from freescale.cli.options import (
     Flag,
     check_all,
@@ -206,7 +206,7 @@ _COST_MODEL = ModelConfig(kind="hstu", dim=256, layers=8, heads=4)
 
 @dataclass(frozen=True, kw_only=True)
 class StatsOptions:
-    """Print lengths, popularity, and the bubble that random batches would cost on this data.
+    """Print lengths, popularity, the bubble of random batches on this data, and what balancing them moves.
 
     freescale data stats data/kr --ranks 8 64 256
     """
@@ -244,18 +244,21 @@ def run_stats(argv: Sequence[str], prog: str) -> int:
         raise DataError(
             "the data set holds no usable history", where=options.path, remedy="import or generate it again"
         )
-    costs = Cost.of_model(options.model).of(np.minimum(stats.lengths.values, options.max_history))
-    sizes = track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float)
-    bubbles = [random_batches(costs, stats.lengths.counts, world_size=n, batch=options.batch) for n in sizes]
+    lengths, counts = np.minimum(stats.lengths.values, options.max_history), stats.lengths.counts
+    costs = Cost.of_model(options.model).of(lengths)
+    bubbles, curves = [], {}
+    for n in track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float):
+        bubbles.append(random_batches(costs, counts, world_size=n, batch=options.batch))
+        curves[n] = tolerance_curve(lengths, costs, counts, world_size=n, batch=options.batch)
     unchecked = dataset.unchecked_files()
     _warn_about_data(dataset, unchecked)
     if options.page:
-        write_page(options.page, _stats_page(options, stats, bubbles))
+        write_page(options.page, _stats_page(options, stats, bubbles, curves))
     if options.json:
         seen = {"set_aside": dict(dataset.quarantine.counts), "files_without_checksums": len(unchecked)}
-        print_json(_stats_values(options, stats, bubbles) | seen)
+        print_json(_stats_values(options, stats, bubbles, curves) | seen)
     else:
-        _print_stats(options, stats, bubbles)
+        _print_stats(options, stats, bubbles, curves)
     return 0
 
 
@@ -267,7 +270,13 @@ def _warn_about_data(dataset: Dataset, unchecked: list[str]) -> None:
         warning_once(f"{which}: flipped bits cannot be detected there")
 
 
-def _stats_values(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> dict[str, Any]:
+Curves = dict[int, list[Tradeoff]]
+"""What balancing moves and reaches with several tolerances, by world size."""
+
+
+def _stats_values(
+    options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves
+) -> dict[str, Any]:
     quantiles = {f"{q:g}": stats.quantile(q) for q in QUANTILES}
     return {
         "path": options.path,
@@ -278,6 +287,7 @@ def _stats_values(options: StatsOptions, stats: DatasetStats, bubbles: list[Imba
         "popularity": {f"{share:g}": stats.top_share(share) for share in _TOP},
         "model": asdict(options.model),
         "random_batches": [{**asdict(b), "recoverable_share": b.recoverable_share} for b in bubbles],
+        "balanced_batches": [{"world_size": n} | point._asdict() for n, curve in curves.items() for point in curve],
     }
 
 
@@ -296,14 +306,24 @@ def _bubble_rows(bubbles: list[Imbalance]) -> list[list[str]]:
     return [[f"{b.world_size:,}", f"{b.max_over_mean:.3f}", *of] for b, of in zip(bubbles, shares, strict=True)]
 
 
+def _curve_rows(curves: Curves) -> list[list[str]]:
+    return [
+        [f"{n:,}", f"{point.tolerance:.1%}", f"{point.moved_tokens:.1%}", f"{point.max_over_mean:.3f}"]
+        for n, curve in curves.items()
+        for point in curve
+    ]
+
+
+_CURVE_HEADER = ["ranks", "balance.tolerance", "tokens moved", "slowest / mean"]
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
 
 
-def _print_stats(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> None:
+def _print_stats(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves) -> None:
     say(f"{options.path}: {_describe_counts(stats)}")
     print_table("events per history", ["quantile", "events"], _length_rows(stats))
     print_table("popularity", ["items", "share"], _popularity_rows(stats))
     print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
+    print_table("the same batches, balanced", _CURVE_HEADER, _curve_rows(curves))
 
 
 def _describe_counts(stats: DatasetStats) -> str:
@@ -315,7 +335,7 @@ def _bubble_title(options: StatsOptions) -> str:
     return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
 
 
-def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance]) -> str:
+def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves) -> str:
     longest = stats.quantile(1.0)
     edges = np.unique(np.geomspace(max(1, stats.quantile(0.0)), longest + 1, 41).round())
     counts, _ = np.histogram(stats.lengths.values, bins=edges, weights=stats.lengths.counts)
@@ -333,6 +353,12 @@ def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbala
             "remains with the best placement of samples.",
             page.table(_BUBBLE_HEADER, _bubble_rows(bubbles)),
             _bubble_chart(bubbles),
+        ),
+        page.section(
+            "Balanced batches",
+            "What balancing such batches moves, and how long the slowest rank then takes: a higher balance.tolerance "
+            "moves less.",
+            page.table(_CURVE_HEADER, _curve_rows(curves)),
         ),
         page.section(
             "Lengths",

@@ -208,6 +208,8 @@ class BalanceConfig:
     """free: any number of samples per rank. equal: the same number on all ranks, plus or minus one."""
     max_tokens: int = 0
     """Maximum number of events and candidates per rank and step, to bound memory; 0 sets no limit."""
+    tolerance: float = 0.005
+    """How far above the best possible time the slowest rank may end. Higher values move fewer samples."""
     cost: tuple[float, ...] = ()
     """Cost per sample, per token, and per attended pair of tokens. Empty: derived from the model."""
     adapt: bool = False
@@ -217,6 +219,7 @@ class BalanceConfig:
         valid = not self.cost or (len(self.cost) == 3 and min(self.cost) >= 0 < max(self.cost))
         _require(valid, "balance.cost", self.cost, "three numbers, none below 0 and not all 0")
         _require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
+        _require(0 <= self.tolerance <= 1, "balance.tolerance", self.tolerance, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

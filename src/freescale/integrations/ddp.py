@@ -64,7 +64,8 @@ class BalancedLoader:
     samples are then exchanged between ranks, one or two steps ahead. Or the length of every sample of a map-style
     dataset, read by a DataLoader with a DistributedSampler; each rank then reads the samples that it computes, and
     nothing moves. cost: of a sample. compute: "jagged" if the model computes each sample at its own length, "padded" if
-    at that of the longest one of its batch; with "padded" a rank gets a few long samples or many short ones.
+    at that of the longest one of its batch; with "padded" a rank gets a few long samples or many short ones. tolerance:
+    how far above the best possible time the slowest rank may end, for fewer moves.
 
     Batches are dicts, or dataclasses with a field `loss_weight`, of tensors with a row per sample and of `Events`.
     pad_values: padded tensors by name, with their padding. Every batch gets a `loss_weight`: the sum of all losses
@@ -88,11 +89,13 @@ class BalancedLoader:
         equal_counts: bool = False,
         max_tokens: int = 0,
         compute: Compute = "jagged",
+        tolerance: float = 0.005,
         timeout: float = 600.0,
     ) -> None:
         _require_positive(cost)
         _require_compute(compute, equal_counts=equal_counts)
-        rules = BalanceConfig(counts="equal" if equal_counts else "free", max_tokens=max_tokens)
+        counts = "equal" if equal_counts else "free"
+        rules = BalanceConfig(counts=counts, max_tokens=max_tokens, tolerance=tolerance)
         rank, world_size = _rank_and_world_size(process_group)
         moves = callable(lengths) and world_size > 1
         transport = new_group(process_group, timeout=timeout) if moves else None

@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.ma  # the first np.unique would import it during the timed planning
 
-from freescale.balance.cost import Cost
-from freescale.balance.estimate import draw_indices
+from freescale.balance.cost import Cost, draw_indices
 from freescale.balance.placement import Floats, Ints
 from freescale.balance.planner import Planner
 from freescale.config import BalanceConfig, RunConfig

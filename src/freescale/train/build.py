@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from freescale import config as configs
-from freescale.balance.cost import Cost
-from freescale.balance.estimate import is_worthwhile
+from freescale.balance.cost import Cost, is_worthwhile
 from freescale.balance.planner import Planner
 from freescale.balance.sample_exchange import BalancedBatches, Batches, SampleExchange
 from freescale.bubbles.recorder import Recorder
