@@ -133,14 +133,13 @@ def excess_floor(costs: Floats, tokens: Ints, homes: Ints, limit: float) -> Ints
     return fewest
 
 
-def shared_floor(costs: Floats, tokens: Ints, homes: Ints, limit: float) -> int:
-    """Tokens that have to move because long samples must share ranks; not below the sum of the excess floor.
+def shared_floor(costs: Floats, tokens: Ints, homes: Ints, limit: float, least: Ints) -> int:
+    """Tokens that have to move because long samples must share ranks; not below those of `least`, the excess floor.
 
     A sample is long if no k + 1 of such fit on a rank. Then ranks hold k at most, and with more than k - 1 per rank on
     average so many ranks must hold k: these give up short samples to fit. All choices of these ranks are covered by
     taking those for which it costs least.
     """
-    least = excess_floor(costs, tokens, homes, limit)
     ranks, descending = len(least), np.argsort(-costs, kind="stable")
     sums = np.concatenate([[0.0], np.cumsum(costs[descending])])
     best = int(least.sum())
@@ -185,16 +184,16 @@ def small_batches(
         limit = (1 + TOLERANCE) * placed.lower_bound
         plan_ms, sort_ms = cpu_ms(plan, 3), cpu_ms(lambda costs=costs: np.argsort(costs, kind="stable"), 5)
         total, most = int(lengths.sum()), limit * float(costs.sum()) / ranks
-        excess = int(excess_floor(costs, lengths, homes, most).sum()) / total
-        shared = shared_floor(costs, lengths, homes, most) / total
+        excess = excess_floor(costs, lengths, homes, most)
+        shared = shared_floor(costs, lengths, homes, most, excess)
         rows.append(
             {
                 "max_over_bound": placed.max_over_mean / placed.lower_bound,
                 "max_over_lpt_or_limit": placed.max_over_mean / max(lpt.max_over_mean, limit),
                 "moved_tokens": placed.moved_tokens,
-                "excess_floor": excess,
-                "moved_over_excess_floor": placed.moved_tokens / excess,
-                "moved_over_shared_floor": placed.moved_tokens / shared,
+                "excess_floor": int(excess.sum()) / total,
+                "moved_over_excess_floor": placed.moved_tokens * total / int(excess.sum()),
+                "moved_over_shared_floor": placed.moved_tokens * total / shared,
                 "plan_cpu_ms": plan_ms,
                 "plan_over_stable_argsort": plan_ms / sort_ms,
             }
