@@ -33,7 +33,7 @@ from freescale.transport.world import World
 from processes import on_ranks
 from record import save
 
-SAMPLES, PARTS, SHORTER = 64, 4, 16
+SAMPLES, PARTS = 64, 4
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 Split = Callable[[Batch, int, Cost], list[Batch]]
 
@@ -111,7 +111,7 @@ def peaks(world: World, options: argparse.Namespace, folder: Path) -> dict[str, 
     return found
 
 
-def compared(found: dict[str, list[float]]) -> dict[str, Any]:
+def compared(found: dict[str, list[float]], shorter: int) -> dict[str, Any]:
     """Return medians over batches, and ratios on one batch."""
 
     def ratio(name: str, other: str) -> list[float]:
@@ -123,7 +123,7 @@ def compared(found: dict[str, list[float]]) -> dict[str, Any]:
 
     return {
         "batches": len(found["by cost"]),
-        "shorter": SHORTER,
+        "shorter": shorter,
         "peak_mb": {name: line(values) for name, values in found.items()},
         "largest_peak_mb": {name: round(max(values), 1) for name, values in found.items()},
         "by_cost_over_by_count": ratio("by cost", "by count"),
@@ -137,14 +137,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument(
+        "--shorter", type=int, default=16, help="factor by which histories are shorter than the preset's"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = [{"cost": "hstu, dim 256, 8 layers"} | evenness(Cost.hstu(dim=256, layers=8), options.draws)]
     with tempfile.TemporaryDirectory() as folder:
         options.data = f"{folder}/data"
         users = SAMPLES * options.batches
-        synthetic.write_log(options.data, "kuairand", users=users, catalogue=4_000, shorter=SHORTER)
-        results.append(compared(on_ranks(peaks, 1, options, Path(folder))))
+        synthetic.write_log(options.data, "kuairand", users=users, catalogue=4_000, shorter=options.shorter)
+        results.append(compared(on_ranks(peaks, 1, options, Path(folder)), options.shorter))
     for result in results:
         print(json.dumps(result))
     save(options.out, results)

@@ -150,7 +150,7 @@ def test_few_tokens_move_for_balance(tmp_path: Path, warm: WarmPython) -> None:
 
 def test_micro_batches_cut_by_cost_are_even_and_need_less_memory(tmp_path: Path, warm: WarmPython) -> None:
     out = tmp_path / "micro_batches.json"
-    options = ["--draws", "20", "--batches", "1", "--dim", "16", "--out", out]
+    options = ["--draws", "20", "--batches", "1", "--dim", "16", "--shorter", "64", "--out", out]
     subprocess.run([warm.python, BENCHMARKS / "micro_batches.py", *options], check=True, capture_output=True)
     even, memory = json.loads(out.read_text())["results"]
     assert even["cost_by_cost"][1] <= 1.05 < even["cost_by_count"][0]
