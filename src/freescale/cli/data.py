@@ -15,6 +15,7 @@ from freescale.balance.cost import Cost, Imbalance, random_batches
 from freescale.cli.options import (
     Flag,
     check_all,
+    create_folder_of,
     parse,
     print_json,
     print_table,
@@ -237,6 +238,7 @@ def run_stats(argv: Sequence[str], prog: str) -> int:
     check_all(
         lambda: Dataset(options.path),
         lambda: require_at_least(options, ranks=1, batch=1, max_history=1),
+        lambda: options.page and create_folder_of(options.page),
     )
     dataset = Dataset(options.path, quarantine=Quarantine(options.on_bad, "quarantine.jsonl"))
     stats = compute_stats(dataset)

@@ -100,10 +100,16 @@ def require_gpu(device: str) -> None:
         )
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write a page, and create its folder."""
+def create_folder_of(path: Path) -> None:
+    """Create the folder of an output, before the work whose result goes there."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, and create its folder."""
+    create_folder_of(path)
+    with storage_errors(path):
         path.write_text(text, encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from freescale.bubbles import records
 from freescale.cli.options import (
     Flag,
     check_all,
+    create_folder_of,
     parse,
     print_json,
     print_table,
@@ -75,6 +76,7 @@ def run_simulate(argv: Sequence[str], prog: str) -> int:
         lambda: Dataset(_load_config(options)[0].data.path),
         lambda: cluster.load(options.cluster),
         lambda: require_at_least(options, gpus=1, steps=5, batch=1, max_history=1),
+        lambda: create_folder_of(options.out),
     )
     scenario, basis = _build_scenario(options)
     used = {name: name.replace("_", "-") not in options.without for name in Techniques._fields}
