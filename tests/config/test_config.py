@@ -22,7 +22,7 @@ DATA = st.builds(
     order=st.sampled_from(["shuffle", "log"]),
     global_batch=POSITIVE,
     shards=POSITIVE,
-    features=st.lists(st.text()).map(tuple),
+    columns=st.lists(st.text()).map(tuple),
     split=st.sampled_from(["none", "last"]),
 )
 RUNS = st.builds(
@@ -120,9 +120,9 @@ def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
 
 def test_any_field_can_be_set_by_a_flag() -> None:
     run = config.resolve(
-        "tiny", ["--data.global-batch", "32", "--seed", "5", "--data.features", "a", "b", "--model.kind", "sasrec"]
+        "tiny", ["--data.global-batch", "32", "--seed", "5", "--data.columns", "a", "b", "--model.kind", "sasrec"]
     )
-    assert (run.data.global_batch, run.seed, run.data.features, run.model.kind) == (32, 5, ("a", "b"), "sasrec")
+    assert (run.data.global_batch, run.seed, run.data.columns, run.model.kind) == (32, 5, ("a", "b"), "sasrec")
     assert run.model.dim == RECIPES["tiny"].model.dim, "other fields come from the recipe"
 
 

@@ -30,7 +30,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, table: pa.Table) -> Path:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_feature_stays_with_its_sample(dataset: Path, table: pa.Table, order: str, workers: int) -> None:
     seen = 0
-    for batch in loader(dataset, order=order, workers=workers, features=("rating", "age")):
+    for batch in loader(dataset, order=order, workers=workers, columns=("rating", "age")):
         offsets = batch.history.offsets.tolist()
         assert batch.candidates is not None
         offered = batch.candidates.offsets.tolist()
@@ -52,7 +52,7 @@ def test_only_requested_columns_are_read(dataset: Path) -> None:
     batch = next(iter(loader(dataset)))
     assert set(batch.history.features) == {"item_id", "timestamp"}
     assert set(batch.scalars) == {"user_id"}
-    narrow, wide = loader(dataset), loader(dataset, features=("rating",))
+    narrow, wide = loader(dataset), loader(dataset, columns=("rating",))
     for each in (narrow, wide):
         for _ in each:
             pass

@@ -100,7 +100,7 @@ def archive(path: Path, member: str, text: str) -> Path:
 def test_movielens_is_sorted_by_user_and_time_and_keeps_ties(tmp_path: Path, name: str, make: Any, memory: int) -> None:
     done = run(tmp_path, name, [make(tmp_path)], memory=memory)
     assert (done.users, done.events) == (len({e[0] for e in LOG}), len(LOG))
-    assert read_back(tmp_path, features=("rating",)) == expected(LOG)
+    assert read_back(tmp_path, columns=("rating",)) == expected(LOG)
     assert not (tmp_path.parent / "elsewhere").exists()
 
 
@@ -125,7 +125,7 @@ def test_kuairand_keeps_its_signals(tmp_path: Path) -> None:
     text = "user_id,video_id,date,hourmin,time_ms,is_click,long_view,play_time_ms,duration_ms,tab\n"
     text += "0,11,20220421,700,1650495600100,1,0,900,3000,1\n0,12,20220421,600,1650495600000,0,1,3100,3000,1\n"
     run(tmp_path, "kuairand", [write(tmp_path / "log.csv", text)])
-    assert read_back(tmp_path, features=("is_click", "play_time_ms")) == {
+    assert read_back(tmp_path, columns=("is_click", "play_time_ms")) == {
         0: [(12, 1650495600, 0, 3100), (11, 1650495600, 1, 900)]
     }
 
@@ -149,7 +149,7 @@ def test_event_logs_are_read_from_csv_and_parquet(tmp_path: Path) -> None:
         folder = tmp_path / source.replace(".", "-")
         folder.mkdir()
         run(folder, "events", [tmp_path / source], columns=columns, style=CsvStyle(";"))
-        assert read_back(folder, features=("price",)) == expected_rows, source
+        assert read_back(folder, columns=("price",)) == expected_rows, source
         assert pl.read_parquet(folder / "out" / "users.parquet")["key"].to_list() == ["a", "b"]
 
 

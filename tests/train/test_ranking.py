@@ -47,7 +47,7 @@ def measured(world: World, config: RunConfig, folder: str, place: str, constant:
     """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, and what they are."""
     from torchrec.metrics import rec_metric
 
-    from freescale.train.evaluation import Ranker, ranking_metrics
+    from freescale.train.ranking_metrics import Ranker, ranking_metrics
 
     parts = build(config, joined(world), Path(folder)).components
     ranker = Ranker(parts.module, torch.device("cpu"))

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from freescale.data.order import MAX_GROUP_ROWS, RowGroupLayout
 from freescale.data.parquet import FETCH_AGAIN, FileEntry, ParquetReader
-from freescale.data.validation import ColumnType, Location, Quarantine, RowGroup, decode_rows, select_columns
+from freescale.data.validation import (
+    ColumnType,
+    FeatureColumn,
+    Location,
+    Quarantine,
+    RowGroup,
+    decode_rows,
+    select_columns,
+)
 from freescale.errors import DataError, reason
 from freescale.progress import track
 
@@ -143,7 +151,12 @@ class Dataset:
     """User histories in Parquet files, with a manifest or without."""
 
     def __init__(
-        self, address: str, *, features: Sequence[str] = (), longest: int = 10**6, quarantine: Quarantine | None = None
+        self,
+        address: str,
+        *,
+        features: Sequence[str | FeatureColumn] = (),
+        longest: int = 10**6,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.address = address
         self.quarantine = quarantine or Quarantine()
@@ -152,6 +165,7 @@ class Dataset:
         self.manifest = self._find_manifest()
         self._stripes, self.layout = _stripes_of(self.manifest) if self.manifest else self._discover()
         self._starts = [first for first, _ in self._stripes]
+        self._features = features
         self.columns = self._choose_columns(features)
 
     @property
@@ -173,7 +187,7 @@ class Dataset:
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
             if not file.has_checksums:  # plain Parquet: only the first schema was validated
-                select_columns(table.schema, tuple(self.columns), Location(file.name))
+                select_columns(table.schema, self._features, Location(file.name))
         except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
             location = Location(file.name, index)
@@ -183,7 +197,7 @@ class Dataset:
         def report(row: int, kind: str, what: str) -> None:
             self.quarantine.reject(Location(file.name, index, row), kind, what, remedy="fix or remove that row")
 
-        return decode_rows(table, longest=self._longest, report=report)
+        return decode_rows(table, self.columns, longest=self._longest, report=report)
 
     def unchecked_files(self) -> list[str]:
         """Files without page checksums, in which a flipped bit goes undetected."""
@@ -227,7 +241,7 @@ class Dataset:
             counts += rows
         return stripes, RowGroupLayout.from_counts(counts)
 
-    def _choose_columns(self, features: Sequence[str]) -> dict[str, ColumnType]:
+    def _choose_columns(self, features: Sequence[str | FeatureColumn]) -> dict[str, ColumnType]:
         cause = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:

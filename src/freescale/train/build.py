@@ -36,7 +36,7 @@ from freescale.progress import progress
 from freescale.train.checkpoint_manager import TrainerComponents
 from freescale.train.evaluation import build_evaluation, require_labels
 from freescale.train.metrics_logger import MetricsLogger
-from freescale.train.sharded_model import build_model, build_optimizer, build_sharded_model, data_parallel
+from freescale.train.sharded_model import build_model_for, build_optimizer, build_sharded_model, data_parallel
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
@@ -91,12 +91,10 @@ def build(
     `quiet`: print nothing; the files are written all the same.
     """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
-    loader = Loader(
-        config.data, seed=config.seed, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine
-    )
+    loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine)
     _require_columns(config, loader)
     transports = _select_transports(config, world, loader)
-    model_or_default = model or build_model(config, items=loader.vocabulary.rows)
+    model_or_default = model or build_model_for(config, loader)
     sharded = build_sharded_model(config, world, model_or_default, transports.urgent)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
