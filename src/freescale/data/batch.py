@@ -313,6 +313,14 @@ class Batch:
         return len(self.sample_id)
 
     @property
+    def visible_events(self) -> torch.Tensor | None:
+        """Number of events that the candidates of each sample see, summed; None if each sees the whole history."""
+        if self.candidates is None or ANCHOR not in self.candidates.features:
+            return None
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.candidates[ANCHOR].cumsum(0)])
+        return before[self.candidates.offsets].diff()
+
+    @property
     def step_key(self) -> int:
         """One integer for (epoch, step), equal on all ranks; it keys random draws."""
         return self.epoch << 32 | self.step

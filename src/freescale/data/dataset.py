@@ -11,7 +11,7 @@ files; its row groups are assigned to them round-robin, so the file of a row gro
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -35,7 +35,7 @@ from freescale.errors import DataError, reason
 from freescale.progress import track
 
 MANIFEST_FILE = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 GROUPS_PER_FILE = 4096
 _REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
 _NumberedStripe = tuple[int, tuple[FileEntry, ...]]
@@ -70,6 +70,8 @@ class Manifest(NamedTuple):
     """Fingerprint of the vocabulary."""
     note: str = ""
     """One line on the origin of the data, and on what is synthetic."""
+    features: Mapping[str, int] = {}  # noqa: RUF012  read only
+    """Size of the vocabulary of every column of ids besides the items."""
 
     @property
     def rows(self) -> int:
@@ -106,7 +108,7 @@ def _body(manifest: Manifest) -> dict[str, object]:
         for stripe in manifest.stripes
     ]
     others = {name: getattr(manifest, name) for name in ("events", "items", "vocabulary", "note")}
-    return {"stripes": stripes, **others}
+    return {"stripes": stripes, **others, "features": dict(manifest.features)}
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
@@ -121,7 +123,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
                 )
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            manifest = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
+            texts = str(body["vocabulary"]), str(body["note"])
+            manifest = Manifest(stripes, body["events"], body["items"], *texts, dict(body["features"]))
             if not _is_plausible(manifest):
                 raise ValueError("a count is out of range")
             return manifest
@@ -137,7 +140,12 @@ def _is_plausible(manifest: Manifest) -> bool:
     """Whether all counts are in range. Memory is allocated by them, so a damaged count must not pass."""
     files = [file for stripe in manifest.stripes for file in stripe.files]
     counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
-    counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
+    counts += [
+        manifest.events,
+        manifest.items,
+        *manifest.features.values(),
+        *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group)),
+    ]
     return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
         1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
     )
@@ -245,11 +253,11 @@ class Dataset:
         cause = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:
-                schema = self._files.footer(file).schema
+                self.schema = self._files.footer(file).schema
             except DataError as error:  # reported if a row group of that file is read
                 cause = f"{error.where}: {error.what}"
                 continue
-            return select_columns(schema, features, Location(file.name))
+            return select_columns(self.schema, features, Location(file.name))
         raise DataError(f"no file here can be read ({cause})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[FileEntry, int]:

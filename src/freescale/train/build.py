@@ -187,7 +187,15 @@ def _balance(
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
     transport, hosts = transport_for_samples(transport_name, timeout=config.train.timeout)
-    planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
+    anchored = config.task.anchors != "none"
+    planner = Planner(
+        cost,
+        config.balance,
+        world_size=world.world_size,
+        hosts=hosts,
+        is_rank_zero=world.is_rank_zero,
+        anchored=anchored,
+    )
     transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
     return BalancedBatches(loader, SampleExchange(transport, planner)), planner
 
