@@ -70,7 +70,7 @@ class Manifest(NamedTuple):
     """Fingerprint of the vocabulary."""
     note: str = ""
     """One line on the origin of the data, and on what is synthetic."""
-    features: Mapping[str, int] = {}  # noqa: RUF012  read only
+    features: Mapping[str, int] = {}
     """Size of the vocabulary of every column of ids besides the items."""
 
     @property

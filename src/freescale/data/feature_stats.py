@@ -58,7 +58,7 @@ def describe_columns(address: str) -> list[ColumnStats]:
 
 
 def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[FeatureColumn]:
-    """Yield how to read each column: ids if they have a vocabulary, else by type. Columns of other types are left out."""
+    """Yield how to read each column: ids if they have a vocabulary, else by type. Others are left out."""
     known = manifest.features if manifest else {}
     for field in schema:
         if field.name in (*REQUIRED, CANDIDATE):
