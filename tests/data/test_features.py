@@ -1,4 +1,4 @@
-"""Features pass from the columns of a data set to batches: every kind and scope, missing values, unknown ids, anchors."""
+"""Features pass from columns to batches: every kind and scope, missing values, unknown ids, anchors."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""With features of every kind, anchors and several tasks the guarantees hold as without: any placement, overlap, resume."""
+"""With features of every kind, anchors and several tasks the guarantees hold as without."""
 
 from pathlib import Path
 
