@@ -142,9 +142,12 @@ class FeatureConfig:
     event, such as an action or a dwell time; candidates do not have it. user: one value per row; it becomes a prefix
     token. context: of the request, one value per row; it joins at the candidates. candidate: in candidate_COLUMN only.
     With task.anchors, context and candidate features are event columns, read at the anchor."""
-    kind: Literal["id", "set", "number", "bits", "timestamp"] = "id"
+    kind: Literal["id", "set", "number", "bits", "timestamp", "cross"] = "id"
     """id: a categorical id. set: ids, whose rows are summed. number: see `scaling`. bits: a bit mask of actions, one
-    learned vector per bit. timestamp: seconds since 1970, as the hour of the week in UTC."""
+    learned vector per bit. timestamp: seconds since 1970, as the hour of the week in UTC. cross: see `cross`."""
+    cross: tuple[str, ...] = ()
+    """Ids that are hashed together into `rows`: names of id or timestamp features of the candidate, `item`, or `user`,
+    which is user_id. Only with kind = "cross" and scope = "context" or "candidate"; it reads no column of its own."""
     table: str = ""
     """Embedding table of ids, sets, timestamps and quantiles; features that name the same table share it. Empty: one
     table per feature."""
@@ -169,7 +172,7 @@ class FeatureConfig:
     @property
     def has_table(self) -> bool:
         """Whether the feature is looked up in an embedding table."""
-        return self.kind in ("id", "set", "timestamp") or (self.kind == "number" and self.scaling == "quantiles")
+        return self.kind not in ("number", "bits") or (self.kind == "number" and self.scaling == "quantiles")
 
     def check(self, name: str, run: "RunConfig") -> None:
         """Refuse values that do not fit together. `name`: of the feature."""
@@ -191,12 +194,33 @@ class FeatureConfig:
         _require(
             valid, f"{key}.dim", self.dim, 'a multiple of 4 when tables.placement = "sharded" (required by FBGEMM)'
         )
-        for field_name, used in (("table", self.has_table), ("rows", self.kind in ("id", "set"))):
+        for field_name, used in (
+            ("table", self.has_table),
+            ("rows", self.kind in ("id", "set", "cross")),
+            ("cross", self.kind == "cross"),
+        ):
             value = getattr(self, field_name)
             _require(used or not value, f"{key}.{field_name}", value, f'empty: kind = "{self.kind}" does not use it')
         ranking = run.task.kind == "ranking"
         valid = ranking or self.scope not in ("context", "candidate")
         _require(valid, f"{key}.scope", self.scope, '"item", "event" or "user" when task.kind = "retrieval"')
+        if self.kind == "cross":
+            self._check_cross(key, run)
+
+    def _check_cross(self, key: str, run: "RunConfig") -> None:
+        """Refuse a cross of what a candidate does not have."""
+        valid = self.scope in ("context", "candidate")
+        _require(valid, f"{key}.scope", self.scope, '"context" or "candidate" with kind = "cross"')
+        _require(self.rows > 0, f"{key}.rows", self.rows, 'above 0 with kind = "cross"')
+        _require(not self.column, f"{key}.column", self.column, 'empty with kind = "cross"')
+        _require(len(self.cross) >= 2, f"{key}.cross", self.cross, "two names or more")
+        usable = {"item", "user"} | {
+            name
+            for name, feature in run.features.items()
+            if feature.kind in ("id", "timestamp") and feature.scope in ("item", "context", "candidate")
+        }
+        rule = f"names among {', '.join(sorted(usable))}: ids and timestamps that a candidate has"
+        _require(usable >= set(self.cross), f"{key}.cross", self.cross, rule)
 
 
 @dataclass(frozen=True, kw_only=True)

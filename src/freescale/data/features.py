@@ -67,6 +67,8 @@ class FeatureSchema(NamedTuple):
     def _stored(self, name: str, feature: FeatureConfig) -> Iterator[tuple[Group, str]]:
         """Yield the group and name of each stored column of a feature."""
         column = feature.column or name
+        if feature.kind == "cross":
+            return
         if feature.scope in ("item", "event"):
             yield "history", column
         if feature.scope == "user" or (feature.scope == "context" and not self.anchored):
@@ -81,7 +83,7 @@ class FeatureSchema(NamedTuple):
         """Return the columns of candidates that are copied from elsewhere, with the group and column they come from."""
         source: Group = "history" if self.anchored else "sample"
         scopes = ("item", "context", "candidate") if self.anchored else ("context",)
-        columns = [f.column or name for name, f in self.features.items() if f.scope in scopes]
+        columns = [f.column or name for name, f in self.features.items() if f.scope in scopes and f.kind != "cross"]
         copies = {candidate_column(column): (source, column) for column in columns}
         if self.anchored:
             copies |= {CANDIDATE: (source, "item_id"), "candidate_timestamp": (source, "timestamp")}
@@ -117,6 +119,8 @@ class Feature(NamedTuple):
         missing = self.config.missing == "default"
         if self.config.kind == "timestamp":
             return HOURS + missing
+        if self.config.kind == "cross":
+            return self.config.rows
         return self.config.buckets + missing if self.config.kind == "number" else self.vocabulary.rows
 
     def applies_to(self, part: Literal["sample", "history", "candidates"]) -> bool:

@@ -109,7 +109,7 @@ class Loader:
         """Return the vocabulary of every column of ids."""
         found = {"item_id": self.vocabulary, CANDIDATE: self.vocabulary}
         for feature in self.features.values():
-            if feature.config.kind in ("id", "set"):
+            if feature.config.kind in ("id", "set") and feature.column != "user_id":
                 found |= dict.fromkeys((feature.column, candidate_column(feature.column)), feature.vocabulary)
         return found
 

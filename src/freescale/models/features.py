@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from freescale.data.batch import Batch, Events, set_group
 from freescale.data.features import HOURS, Feature, candidate_column, table_sizes
 from freescale.data.validation import MISSING
+from freescale.models.keyed import splitmix64
 from freescale.models.protocol import Rows
 
 Part = Literal["sample", "history", "candidates"]
 _SECONDS_PER_HOUR = 3600
+_POSITIVE = 0x7FFFFFFFFFFFFFFF
 
 
 @dataclass
@@ -85,7 +87,9 @@ class FeatureEmbedding(nn.Module):
         values = {}
         for feature in self.applicable(part):
             column = candidate_column(feature.column) if part == "candidates" else feature.column
-            if feature.config.kind == "set":
+            if feature.config.kind == "cross":
+                values[feature.name] = FeatureValues(ids.add(feature.table, self._cross(feature, batch)))
+            elif feature.config.kind == "set":
                 members = batch.sets[set_group(part, column)][""]
                 values[feature.name] = FeatureValues(ids.add(feature.table, members), counts=columns[column])
             elif feature.table:
@@ -122,8 +126,27 @@ class FeatureEmbedding(nn.Module):
         vectors = F.embedding(table.index[value.rows], table.values)
         return vectors if value.counts is None else _sum_sets(vectors, value.counts)
 
+    def _cross(self, feature: Feature, batch: Batch) -> Tensor:
+        """Return the rows of a cross: a hash of the ids of each candidate."""
+        assert batch.candidates is not None
+        key = batch.candidates["candidate_id"].new_zeros(len(batch.candidates["candidate_id"]))
+        for name in feature.config.cross:
+            if name == "user":
+                users = batch.scalars["user_id"]
+                ids = users.repeat_interleave(batch.candidates.lengths, output_size=len(key))
+            elif name == "item":
+                ids = batch.candidates["candidate_id"]
+            else:
+                part = self._features[name]
+                ids = self._ids(part, batch.candidates[candidate_column(part.column)])
+            key = splitmix64(key ^ ids)
+        return (key & _POSITIVE) % feature.config.rows
+
     def _ids(self, feature: Feature, column: Tensor) -> Tensor:
-        """Return the table ids of a column. Ids are mapped to rows by the loader."""
+        """Return the table ids of a column. Ids are mapped to rows by the loader, except for users."""
+        if feature.column == "user_id":  # predictions and metrics need it as it is
+            shared = feature.vocabulary.items + (splitmix64(column) & _POSITIVE) % feature.vocabulary.oov_rows
+            return torch.where(column < feature.vocabulary.items, column, shared)
         if feature.config.kind == "id":
             return column
         if feature.config.kind == "timestamp":
