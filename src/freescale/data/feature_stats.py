@@ -1,13 +1,14 @@
 """Describes every column of a data set besides the required ones, and proposes a schema of features from it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.config import FeatureConfig
+from freescale.config import FeatureConfig, RunConfig
 from freescale.data.dataset import Dataset, Manifest, ValueCounts
 from freescale.data.validation import CANDIDATE, MISSING, REQUIRED, FeatureColumn, Group, RowGroup, is_candidate
 from freescale.progress import track
@@ -49,7 +50,7 @@ def describe_columns(address: str) -> list[ColumnStats]:
     if not requests:
         return []
     dataset = Dataset(address, features=requests)
-    collectors = {request.name: _Collector(request, plain.schema.field(request.name)) for request in requests}
+    collectors = {request.name: _Collector(request) for request in requests}
     groups = map(dataset.read_group, range(dataset.layout.groups))
     for rows in track(groups, "describing columns", total=dataset.layout.groups, unit="row groups"):
         for collector in collectors.values():
@@ -81,13 +82,12 @@ def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[FeatureC
 class _Collector:
     """Counts the values of one column."""
 
-    def __init__(self, request: FeatureColumn, field: pa.Field) -> None:
+    def __init__(self, request: FeatureColumn) -> None:
         self._request, self._counts = request, ValueCounts()
         self._kind = {"bits": "integer"}.get(request.kind, request.kind)
         self._numbers: list[NDArray[Any]] = []
         self._values = self._missing = self._kept = 0
         self._by_item: dict[int, float] | None = {} if request.group == "history" and request.kind != "set" else None
-        self._field = field
 
     def add(self, rows: RowGroup) -> None:
         """Count the values of a row group."""
@@ -137,6 +137,25 @@ class _Collector:
             quantiles,
             by_item=bool(self._by_item),
         )
+
+
+def propose_config(base: RunConfig, address: str) -> RunConfig:
+    """Return a config for the columns of a data set: its features, and the labels if it has any."""
+    columns, manifest = describe_columns(address), Dataset(address).manifest
+    labels = [column for column in columns if column.name.startswith("label_")]
+    task = base.task
+    if labels:
+        of_events = labels[0].group == "history"
+        numbers = tuple(c.name for c in labels if c.quantiles and (c.quantiles[0] < 0 or c.quantiles[-1] > 1))
+        task = replace(
+            task,
+            kind="ranking",
+            labels=tuple(column.name for column in labels),
+            regression=numbers,
+            anchors="labeled" if of_events else "none",
+        )
+    features = propose_features(columns, manifest.features if manifest else {})
+    return replace(base, data=replace(base.data, path=address), task=task, features=features)
 
 
 def propose_features(columns: list[ColumnStats], sizes: Mapping[str, int]) -> dict[str, FeatureConfig]:
