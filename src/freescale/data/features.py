@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from freescale.config import FeatureConfig, RunConfig, TaskConfig
 from freescale.data.dataset import Dataset
-from freescale.data.validation import CANDIDATE, FeatureColumn, Group
+from freescale.data.validation import CANDIDATE, REQUIRED, FeatureColumn, Group
 from freescale.data.vocabulary import ItemVocabulary
 from freescale.errors import ConfigError, DataError
 
@@ -94,7 +94,8 @@ class FeatureSchema(NamedTuple):
         """Return columns of the history that only candidates have in the end."""
         scopes = ("context", "candidate")
         columns = {f.column or name for name, f in self.features.items() if self.anchored and f.scope in scopes}
-        return columns | (set(self.task.labels) if self.anchored else set())
+        used = {f.column or name for name, f in self.features.items() if f.scope in ("item", "event")}
+        return (columns | (set(self.task.labels) if self.anchored else set())) - used - set(REQUIRED)
 
 
 class Feature(NamedTuple):
