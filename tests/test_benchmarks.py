@@ -82,13 +82,14 @@ def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path) -> N
     assert result["largest_relative_difference"] < 1e-9
 
 
+@pytest.mark.whole  # with one fault it would show nothing
 def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "0.1", "--every", "5", "--out", out]
+    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "5", "--every", "30", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["exit_code"] == 130
-    assert result["faults"] >= 1
+    assert result["faults"] >= 3
     for first, last in (result["first_and_last"][f"agent {what}"] for what in ("threads", "descriptors")):
         assert last <= first
 
