@@ -28,11 +28,12 @@ class MeanOfHistory(nn.Module):
 
     def prepare(self, batch: fs.Batch) -> Inputs:
         ids, shown = fs.models.TableIds(), batch.candidates
-        items = [ids.add("item", batch.history["item_id"]), ids.add("item", shown["candidate_id"])]
-        features = [self.features.prepare(batch, part, ids) for part in ("history", "candidates")]
+        columns = {"history": batch.history["item_id"], "candidates": shown["candidate_id"]}
+        items = {part: ids.add("item", column) for part, column in columns.items()}
+        parts = [(place, self.features.prepare(batch, part, ids)) for part, place in items.items()]
         labels = torch.stack([shown[name] for name in self.task.labels], dim=1)
         table_ids = ids.joined(self.tables, batch.history["item_id"])
-        return Inputs(ids=table_ids, count=labels.numel(), parts=[*zip(items, features)], labels=labels, batch=batch)
+        return Inputs(ids=table_ids, count=labels.numel(), parts=parts, labels=labels, batch=batch)
 
     def forward(self, inputs: Inputs, rows: dict[str, fs.models.Rows]) -> Tensor:
         item, batch = rows["item"], inputs.batch
