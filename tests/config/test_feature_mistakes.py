@@ -31,8 +31,8 @@ IN_CONFIG = {
     "rows of a bit mask": "[features.artist]\nkind = 'bits'\nrows = 4",
     "context in retrieval": "[features.artist]\nscope = 'context'",
     "a candidate feature in retrieval": "[features.artist]\nscope = 'candidate'",
-    "two sizes of one table": "[features.artist]\nrows = 4\n[features.other]\ncolumn = 'artist'\nrows = 5\ntable = 'artist'",
-    "two widths of one table": "[features.artist]\n[features.other]\ncolumn = 'artist'\ndim = 8\ncombine = 'concat'\ntable = 'artist'",
+    "two sizes of one table": "[features.artist]\nrows = 4\n[features.other]\nrows = 5\ntable = 'artist'",
+    "two widths of one table": "[features.artist]\n[features.other]\ndim = 8\ncombine = 'concat'\ntable = 'artist'",
     "an hour in a table of ids": "[features.artist]\n[features.other]\nkind = 'timestamp'\ntable = 'artist'",
     "a cross in retrieval": "[features.artist]\nkind = 'cross'\nscope = 'context'\ncross = ['item', 'user']\nrows = 9",
     "a cross of one": RANKING + "[features.artist]\nkind = 'cross'\nscope = 'context'\ncross = ['item']\nrows = 9",
@@ -52,7 +52,8 @@ IN_DATA = {
     "text as a number": "[features.artist]\ncolumn = 'title'\nkind = 'number'",
     "an id without a vocabulary": "[features.artist]\ncolumn = 'shelf'",
     "fewer rows than ids": "[features.artist]\nrows = 2",
-    "a vocabulary shared with another": "[features.artist]\n[features.other]\ncolumn = 'country'\nscope = 'user'\ntable = 'artist'",
+    "a vocabulary shared with another": "[features.artist]\n"
+    "[features.other]\ncolumn = 'country'\nscope = 'user'\ntable = 'artist'",
     "two readings of one column": "[features.artist]\n[features.other]\ncolumn = 'artist'\nkind = 'bits'",
     "candidates without their feature": CANDIDATES + "[features.artist]",
 }
