@@ -28,12 +28,14 @@ class MeanOfHistory(nn.Module):
 
     def prepare(self, batch: fs.Batch) -> Inputs:
         ids, shown = fs.models.TableIds(), batch.candidates
-        columns = {"history": batch.history["item_id"], "candidates": shown["candidate_id"]}
-        items = {part: ids.add("item", column) for part, column in columns.items()}
-        parts = [(place, self.features.prepare(batch, part, ids)) for part, place in items.items()]
+        assert shown is not None
+        items = [ids.add("item", batch.history["item_id"]), ids.add("item", shown["candidate_id"])]
+        parts = [self.features.prepare(batch, "history", ids), self.features.prepare(batch, "candidates", ids)]
         labels = torch.stack([shown[name] for name in self.task.labels], dim=1)
         table_ids = ids.joined(self.tables, batch.history["item_id"])
-        return Inputs(ids=table_ids, count=labels.numel(), parts=parts, labels=labels, batch=batch)
+        return Inputs(
+            ids=table_ids, count=labels.numel(), parts=list(zip(items, parts, strict=True)), labels=labels, batch=batch
+        )
 
     def forward(self, inputs: Inputs, rows: dict[str, fs.models.Rows]) -> Tensor:
         item, batch = rows["item"], inputs.batch
@@ -51,7 +53,8 @@ with tempfile.TemporaryDirectory() as folder:
         features={"author_id": fs.FeatureConfig(), "tags": fs.FeatureConfig(kind="set", dim=8, combine="concat")},
         train=fs.TrainConfig(epochs=3, lr=1e-2, log_every=5),
     )
-    trainer = build(config, init_world(), Path(folder, "run"), model=MeanOfHistory(config, fs.Loader.from_run(config)))
+    model = MeanOfHistory(config, fs.Loader.from_run(config))
+    trainer = build(config, init_world(timeout=60), Path(folder, "run"), model=model)
     trainer.fit()
     trainer.close()
     print(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])

@@ -114,7 +114,7 @@ def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) 
     assert np.array_equal(got[known], raw[known])
     assert set(got[~known]) <= {60, 61, 62, 63}
     assert len(set(got[~known])) == 4
-    assert source.unknown_items == (~known).sum()
+    assert source.unknown["item_id"] == (~known).sum()
     assert source.vocabulary.rows == 64
     assert "mapped to 4 shared rows" in " ".join(source.report())
     again = ItemVocabulary(60, 4).map_unknown(raw)[0]

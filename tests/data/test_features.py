@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ def write(path: Path, **columns: pa.Array) -> None:
     write_dataset(path, pa.table(base | columns), rows_per_group=3, items=3, features={"artist": 4, "tags": 4})
 
 
-def read(path: Path, schema: FeatureSchema, **options: object) -> Batch:
+def read(path: Path, schema: FeatureSchema, **options: Any) -> Batch:
     data = DataConfig(path=str(path), global_batch=3, workers=0, order="log", split="none", shards=1)
     (batch,) = Loader(replace(data, **options), seed=0, schema=schema)
     return batch
@@ -81,7 +82,7 @@ def test_missing_numbers_are_nan_and_truncated_histories_keep_the_last_events(tm
     assert batch.sets[set_group("history", "tags")][""].tolist() == [0, 1, 3, 1, 0]
 
 
-def anchored(rule: str, **options: int) -> FeatureSchema:
+def anchored(rule: str, **options: Any) -> FeatureSchema:
     task = TaskConfig(kind="ranking", labels=("label_click",), anchors=rule, **options)  # type: ignore[arg-type]
     return FeatureSchema({"tags": FeatureConfig(kind="set"), "artist": FeatureConfig(scope="event")}, task, 8)
 

@@ -191,7 +191,7 @@ def test_a_later_log_keeps_the_ids_of_an_earlier_vocabulary(tmp_path: Path) -> N
     assert (items[0], items[2]) == (2, 0)
     assert items[1] == items[3]
     assert 3 <= items[1] < 7
-    assert reading.unknown_items == 2
+    assert reading.unknown["item_id"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """With features of every kind, anchors and several tasks the guarantees hold as without."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"anchors": folder / "anchors", "candidates": folder / "candidates", "retrieval": folder / "anchors"}
 
 
-def config_of(kind: str, logs: dict[str, Path], **changes: object) -> RunConfig:
+def config_of(kind: str, logs: dict[str, Path], **changes: Any) -> RunConfig:
     if kind == "retrieval":
         return with_features(logs[kind], task="retrieval", **changes)
     return with_features(logs[kind], anchors="labeled" if kind == "anchors" else "none", **changes)

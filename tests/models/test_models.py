@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.config import DataConfig, ModelConfig, RunConfig
+from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig
 from freescale.data.batch import Batch, Events
 from freescale.models.encoders import HSTU, SASRec
+from freescale.models.heads import multi_task_loss
 from freescale.models.jagged import EventTimes, JaggedLayout
 from freescale.models.keyed import Keys, splitmix64
-from freescale.models.ranking import binary_cross_entropy_sum
 from freescale.models.retrieval import Retrieval, sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of
 
@@ -147,7 +147,7 @@ def test_an_event_is_queried_at_the_time_of_the_next_event_of_its_own_sample() -
 def test_binary_cross_entropy_is_summed_over_tasks() -> None:
     logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
-    assert binary_cross_entropy_sum(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)
+    assert multi_task_loss(logits, labels, TaskConfig()).item() == pytest.approx(each.sum().item(), rel=1e-6)
 
 
 def test_the_order_of_candidates_does_not_matter() -> None:

@@ -18,6 +18,7 @@ from freescale.data import synthetic
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.train.build import build
+from freescale.train.ranking_metrics import Ranker, ranking_metrics
 from tests.support.datasets import histories, lists, write_dataset
 from tests.support.ranks import RankError, Ranks, World
 from tests.support.training import PLACES, chosen, joined, small
@@ -45,18 +46,12 @@ def ranking(unseen: Path, **changes: Any) -> RunConfig:
 
 def measured(world: World, config: RunConfig, folder: str, place: str, constant: bool = False) -> Found:
     """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, and what they are."""
-    from torchrec.metrics import rec_metric
-
-    from freescale.train.ranking_metrics import Ranker, ranking_metrics
-
     parts = build(config, joined(world), Path(folder)).components
     ranker = Ranker(parts.module, torch.device("cpu"))
     if constant:
-        ranker.model.head.weight.data.zero_()
-    found = [ranker.probabilities(batch) for batch in placed(world, config, place)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rec_metric, "MAX_BUFFER_COUNT", 3)  # fewer than batches here, as 1,000 are in a large test set
-        metrics = ranking_metrics(ranker, placed(world, config, place), parts.world)
+        ranker.model.head.get_parameter("weight").data.zero_()
+    found = [ranker.predict(batch) for batch in placed(world, config, place)]
+    metrics = ranking_metrics(ranker, placed(world, config, place), parts.world)
     said, was = (torch.cat(values).numpy() for values in zip(*found, strict=True))
     return metrics, said, was
 

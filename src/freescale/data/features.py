@@ -53,7 +53,11 @@ class FeatureSchema(NamedTuple):
         for name, feature in self.features.items():
             for group, column in self._stored(name, feature):
                 request = FeatureColumn(
-                    column, f"[features.{name}]", group, feature.kind, nullable=feature.missing == "default"
+                    column,
+                    f"[features.{name}]",
+                    group,
+                    feature.kind,  # type: ignore[arg-type]  # a cross reads no column
+                    nullable=feature.missing == "default",
                 )
                 earlier = found.setdefault(column, request)
                 if earlier._replace(owner="") != request._replace(owner=""):

@@ -135,4 +135,6 @@ def auc_by_group(predicted: Floats, labels: Floats, groups: NDArray[np.generic])
     correct = np.bincount(of_group, ups * (below + downs / 2), minlength=len(starts))
     total_up, total_down = (np.bincount(of_group, x, minlength=len(starts)) for x in (ups, downs))
     pairs = total_up * total_down
-    return np.where(pairs > 0, correct / np.where(pairs > 0, pairs, 1), np.nan), total_up + total_down
+    auc = np.full(len(starts), np.nan)
+    np.divide(correct, pairs, out=auc, where=pairs > 0)
+    return auc, (total_up + total_down).astype(np.float64)
