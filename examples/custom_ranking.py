@@ -29,13 +29,11 @@ class MeanOfHistory(nn.Module):
     def prepare(self, batch: fs.Batch) -> Inputs:
         ids, shown = fs.models.TableIds(), batch.candidates
         assert shown is not None
-        items = [ids.add("item", batch.history["item_id"]), ids.add("item", shown["candidate_id"])]
-        parts = [self.features.prepare(batch, "history", ids), self.features.prepare(batch, "candidates", ids)]
+        items = ids.add("item", batch.history["item_id"]), ids.add("item", shown["candidate_id"])
+        parts = self.features.prepare(batch, "history", ids), self.features.prepare(batch, "candidates", ids)
         labels = torch.stack([shown[name] for name in self.task.labels], dim=1)
-        table_ids = ids.joined(self.tables, batch.history["item_id"])
-        return Inputs(
-            ids=table_ids, count=labels.numel(), parts=list(zip(items, parts, strict=True)), labels=labels, batch=batch
-        )
+        found, places = ids.joined(self.tables, batch.history["item_id"]), list(zip(items, parts, strict=True))
+        return Inputs(ids=found, count=labels.numel(), parts=places, labels=labels, batch=batch)
 
     def forward(self, inputs: Inputs, rows: dict[str, fs.models.Rows]) -> Tensor:
         item, batch = rows["item"], inputs.batch
