@@ -11,7 +11,7 @@ files; its row groups are assigned to them round-robin, so the file of a row gro
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,7 +27,7 @@ from freescale.errors import DataError, reason
 from freescale.progress import track
 
 MANIFEST_FILE = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 GROUPS_PER_FILE = 4096
 _REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
 _NumberedStripe = tuple[int, tuple[FileEntry, ...]]
@@ -62,6 +62,8 @@ class Manifest(NamedTuple):
     """Fingerprint of the vocabulary."""
     note: str = ""
     """One line on the origin of the data, and on what is synthetic."""
+    features: Mapping[str, int] = {}
+    """Size of the vocabulary of every categorical column, including sets of ids. Other columns hold plain numbers."""
 
     @property
     def rows(self) -> int:
@@ -98,7 +100,7 @@ def _body(manifest: Manifest) -> dict[str, object]:
         for stripe in manifest.stripes
     ]
     others = {name: getattr(manifest, name) for name in ("events", "items", "vocabulary", "note")}
-    return {"stripes": stripes, **others}
+    return {"stripes": stripes, **others, "features": dict(manifest.features)}
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
@@ -113,7 +115,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
                 )
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            manifest = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
+            texts = str(body["vocabulary"]), str(body["note"])
+            manifest = Manifest(stripes, body["events"], body["items"], *texts, dict(body["features"]))
             if not _is_plausible(manifest):
                 raise ValueError("a count is out of range")
             return manifest
@@ -130,6 +133,9 @@ def _is_plausible(manifest: Manifest) -> bool:
     files = [file for stripe in manifest.stripes for file in stripe.files]
     counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
     counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
+    counts += manifest.features.values()
+    if not all(type(name) is str for name in manifest.features):
+        return False
     return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
         1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
     )
