@@ -5,8 +5,8 @@
     python benchmarks/features.py planted [--ranks 2 4] [--out FILE.json]
 
 cost: CPU time of steps of width 64 with 0, 1, 2 and 4 summed features, one process each, in turn. `--before`: another
-checkout, of an earlier commit, whose steps without features take turns, too. The second process without features gives the floor
-of the comparison.
+checkout, of an earlier commit, whose steps without features take turns, too. The second process without features gives
+the floor of the comparison.
 
 anchors: one pass over histories with 20 evenly spaced targets against 20 separate samples each: gradients in fp64, and
 time.

@@ -71,7 +71,7 @@ class Manifest(NamedTuple):
     note: str = ""
     """One line on the origin of the data, and on what is synthetic."""
     features: Mapping[str, int] = {}
-    """Size of the vocabulary of every column of ids besides the items."""
+    """Size of the vocabulary of every categorical column, including sets of ids. Other columns hold plain numbers."""
 
     @property
     def rows(self) -> int:
@@ -140,12 +140,10 @@ def _is_plausible(manifest: Manifest) -> bool:
     """Whether all counts are in range. Memory is allocated by them, so a damaged count must not pass."""
     files = [file for stripe in manifest.stripes for file in stripe.files]
     counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
-    counts += [
-        manifest.events,
-        manifest.items,
-        *manifest.features.values(),
-        *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group)),
-    ]
+    counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
+    counts += manifest.features.values()
+    if not all(type(name) is str for name in manifest.features):
+        return False
     return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
         1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
     )

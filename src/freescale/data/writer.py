@@ -90,15 +90,15 @@ def write_dataset(
     items: int,
     vocabulary: str = "",
     note: str = "",
+    features: Mapping[str, int] | None = None,
     groups_per_file: int = GROUPS_PER_FILE,
     expected_rows: int | None = None,
-    features: Mapping[str, int] | None = None,
 ) -> Manifest:
     """Write histories in the given order. Creates the folder if it does not exist.
 
     `tables` may have any sizes; memory holds one table and one row group. `items`: all ids are below it. `vocabulary`:
-    fingerprint of the item keys; by default every key equals its id. `expected_rows`: total for the progress bar.
-    `features`: size of the vocabulary of every other column of ids.
+    fingerprint of the item keys; by default every key equals its id. `features`: size of the vocabulary of every
+    categorical column. `expected_rows`: total for the progress bar.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,8 @@ def write_dataset(
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
-    manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note, features or {})
+    vocabulary = vocabulary or numbered_fingerprint(items)
+    manifest = Manifest(tuple(stripes), events, items, vocabulary, note, dict(features or {}))
     (folder / MANIFEST_FILE).write_bytes(dump_manifest(manifest))
     return manifest
 
