@@ -145,7 +145,7 @@ def data_parallel(module: SequenceModule, world: World, recorder: Recorder | Non
         module,
         process_group=world.group,
         find_unused_parameters=True,
-        broadcast_buffers=False,  # the statistics of features do not change
+        forward_sync_buffers=False,  # the statistics of features do not change
         bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # DDP accepts fractions
     )
     hook = _sum_gradients if recorder is None else record_comm_hook(_sum_gradients, recorder)
