@@ -60,8 +60,12 @@ class SequenceModule(nn.Module):
         return {name: Rows(fetched[name], unique.inverse) for name, unique in ids.items()}
 
     def read_rows(self, ids: Mapping[str, Tensor]) -> dict[str, Rows]:
-        """Return the rows of ids without preparing an update. With sharded tables this is a collective."""
-        (unique,) = self.unique_ids([ids])
+        """Return the rows of ids without preparing an update. With sharded tables this is a collective.
+
+        Tables that are not named have no ids.
+        """
+        none = next(iter(ids.values())).new_zeros(0)
+        (unique,) = self.unique_ids([dict.fromkeys(self.model.tables, none) | dict(ids)])
         return self.rows(unique, None if self.sharded is None else self.sharded.read(unique))
 
     def named_weights(self) -> dict[str, Tensor]:
