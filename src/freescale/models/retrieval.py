@@ -91,7 +91,9 @@ class Retrieval(nn.Module):
         following = events.offsets[1:].repeat_interleave(events.lengths, output_size=count)
         queries = (torch.arange(1, count + 1, device=following.device) < following).nonzero()[:, 0]
         positive = items.index[queries + 1]
-        negatives = items.index[len(items.index) - count * self._task.negatives :].view(count, -1)[queries]
+        negatives = items.index[len(items.index) - count * self._task.negatives :].view(count, self._task.negatives)[
+            queries
+        ]
         output, temperature = output[inputs.map.actions[queries]], self._task.temperature
         return sampled_softmax(output, items.values, positive=positive, negatives=negatives, temperature=temperature)
 
