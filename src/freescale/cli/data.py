@@ -1,4 +1,4 @@
-"""`freescale data`: import a log, generate one, and describe a data set."""
+"""`freescale data import` and `freescale data stats`: import a log, and describe a data set."""
 
 import tempfile
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from freescale.cli.options import (
     write_page,
 )
 from freescale.config import ModelConfig
-from freescale.data import histories, importers, synthetic
-from freescale.data.dataset import QUANTILES, Dataset, DatasetStats, Manifest, compute_stats
+from freescale.data import histories, importers
+from freescale.data.dataset import QUANTILES, Dataset, DatasetStats, compute_stats
 from freescale.data.event_log import LogColumns, TimeUnit
 from freescale.data.text_log import CsvStyle
 from freescale.data.validation import Quarantine
@@ -147,58 +147,6 @@ def _import_log(
         memory = options.memory_mb << 20
         log = histories.ImportJob(events, scratch, quarantine, memory, impressions, max_history=options.max_history)
         return histories.write_histories(log, target, vocabulary=options.vocabulary)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthOptions:
-    """Generate a synthetic log with the lengths and popularity of a real one, or a log for ranking.
-
-    freescale data synth --preset kuairand --users 2000 data/kr
-    """
-
-    target: tyro.conf.Positional[Path]
-    """The folder to create."""
-    preset: synthetic.Preset | Literal["planted"] = "ml1m"
-    """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096). planted: short histories with
-    candidates, whose labels follow a hidden rule; another seed gives other users of the same items."""
-    users: int = 10_000
-    """Histories to generate."""
-    items: int | None = None
-    """Distinct items to draw from: 100,000, of planted 256, unless given."""
-    popularity: synthetic.Popularity | None = None
-    """public (default): Zipf 0.7 as in public data. production: Zipf 1.05. planted: all items are equally popular."""
-    seed: int = 0
-    """The same seed gives the same log."""
-    shorter: int = 1
-    """Divide the lengths of the preset by this, for machines that cannot train on full ones."""
-    quiet: Flag = False
-    """Show no progress, only results, warnings and errors."""
-
-
-def run_synth(argv: Sequence[str], prog: str) -> int:
-    """Write the log and print its size."""
-    options = parse(SynthOptions, argv, prog)
-    require_at_least(options, users=1, items=1, shorter=1, seed=0)
-    if options.preset == "planted":
-        made = _write_planted(options)
-    else:
-        size = {"users": options.users, "catalogue": options.items or 100_000, "shorter": options.shorter}
-        popularity = options.popularity or "public"
-        made = synthetic.write_log(options.target, options.preset, popularity=popularity, seed=options.seed, **size)
-    say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
-    return 0
-
-
-def _write_planted(options: SynthOptions) -> Manifest:
-    items = options.items or 256
-    if options.popularity is not None:
-        raise UsageError("items of a planted log are equally popular", remedy="leave out --popularity")
-    if items < synthetic.FEWEST_ITEMS:
-        raise UsageError(f"{items} items are too few for the hidden groups", remedy=f"--items {synthetic.FEWEST_ITEMS}")
-    made = synthetic.write_planted_log(options.target, users=options.users, catalogue=items, seed=options.seed)
-    best = {label: synthetic.planted_optimum(options.target, label) for label in synthetic.CHANCES}
-    say(*(f"{label}: normalised entropy is {value:.4f} at best" for label, value in best.items()))
-    return made
 
 
 _TOP = (0.001, 0.01, 0.1)
