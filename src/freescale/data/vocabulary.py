@@ -2,6 +2,7 @@
 
 On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of item i and how often it occurs. In a
 batch, ids outside the vocabulary are hashed to a few shared rows after it, so that a new item always has the same row.
+Every categorical column has a file of that form: `vocabulary-COLUMN.parquet`.
 """
 
 import hashlib
@@ -20,7 +21,13 @@ from freescale.errors import DataError
 from freescale.log import warning_once
 
 VOCABULARY_FILE = "vocabulary.parquet"
+"""Vocabulary of the items, beside the data."""
 _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
+
+
+def feature_vocabulary_file(column: str) -> str:
+    """Name of the file with the vocabulary of a categorical column."""
+    return f"vocabulary-{column}.parquet"
 
 
 def fingerprint(keys: pa.Array) -> str:
