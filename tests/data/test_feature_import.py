@@ -213,7 +213,7 @@ def test_importing_twice_gives_the_same_bytes_with_any_memory() -> None:
 def test_numbers_pass_to_the_loader() -> None:
     Path("log.csv").write_text("user,item,time,price,brand\nu,a,1,2.5,x\nu,b,2,1,y\n")
     imported("--features", "price", "brand")
-    (batch,) = loader("data", features=("price", "brand"))
+    (batch,) = loader("data", columns=("price", "brand"))
     assert batch.history["price"].tolist() == [2.5, 1]
     assert batch.history["brand"].tolist() == [0, 1]
 

@@ -42,7 +42,7 @@ def read_back(tmp_path: Path, **config: Any) -> dict[int, list[tuple[Any, ...]]]
     result = {}
     for batch in loader(tmp_path / "out", order="log", **config):
         offsets = batch.history.offsets.tolist()
-        features = [batch.history[name].tolist() for name in config.get("features", ())]
+        features = [batch.history[name].tolist() for name in config.get("columns", ())]
         for i, user in enumerate(batch.scalars["user_id"].tolist()):
             span = slice(offsets[i], offsets[i + 1])
             items = [keys[item] for item in batch.history["item_id"][span].tolist()]
