@@ -314,6 +314,7 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     assert {result["kernel"] for result in compiled} == {"forward", "backward_rows", "backward_columns", "join"}
     for result in compiled:
         assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)
+    assert {result["targets"] for result in results if "flops_over_least" in result} == {0, 20}
     for result in results:
         assert max(result.get("rows_max_over_mean", 1), result.get("columns_max_over_mean", 1)) <= 1.25
         assert max(result.get("flops_over_least", 1), result.get("bytes_over_least", 1)) <= 1.15
