@@ -16,7 +16,7 @@ from freescale.cli.main import main
 from freescale.data import synthetic, synthetic_features
 from freescale.data.dataset import MANIFEST_FILE, parse_manifest
 from freescale.data.synthetic import GROUPS
-from freescale.data.synthetic_signal import REGIONS, SIGNALS, Catalogue, FeaturePreset
+from freescale.data.synthetic_signal import REGIONS, SIGNALS, Catalogue, FeaturePreset, ends_of
 
 CATALOGUE = 200
 SIZES: dict[FeaturePreset, tuple[int, int]] = {"yambda": (1200, 64), "kuairand-ranking": (3000, 400)}
@@ -359,6 +359,23 @@ def test_a_seed_reproduces_its_log_and_another_seed_changes_only_users(parts: Pa
             pair for log in (first, other) for pair in zip(*(flat(log, name)[1] for name in columns), strict=True)
         }
         assert len(owners) == CATALOGUE
+
+
+@pytest.mark.parametrize("preset", SIZES)
+def test_a_log_is_drawn_in_blocks_of_other_users_and_other_events(
+    preset: FeaturePreset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic_features, "_BLOCK_EVENTS", 500)
+    drawn = []
+    monkeypatch.setattr(synthetic_features, "ends_of", lambda lengths: drawn.append(len(lengths)) or ends_of(lengths))
+    synthetic_features.write_feature_log(tmp_path / "log", preset, users=100, catalogue=CATALOGUE, shorter=400)
+    made = table(tmp_path / "log")
+    assert max(drawn) < 60
+    assert made["user_id"].to_pylist() == list(range(100))
+    last = [times[-1] for times in made["timestamp"].to_pylist()]
+    assert last == sorted(last)
+    histories = [tuple(items) for items in made["item_id"].to_pylist() if len(items) > 5]
+    assert len(set(histories)) == len(histories) > 20
 
 
 def test_listens_have_the_lengths_of_the_public_log() -> None:
