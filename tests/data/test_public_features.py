@@ -147,8 +147,8 @@ def test_yambda_is_one_log_of_actions_with_labels_artists_and_albums(tmp_path: P
     assert values(row, "label_full_listen", "label_like") == [[0, None, 1, None, 1], [None, 0, None, 1, None]]
     assert row["played_ratio_pct"] == [49, None, 100, None, 50]
     assert row["track_length_seconds"] == [200, None, 180, None, 180]
-    assert row["artist_id"] == [None, None, *[["30", "31"]] * 3]
-    assert row["album_id"] == [["5"], ["5"], *[["4"]] * 3]
+    assert row["artist_id"] == [None, None, *["30"] * 3]
+    assert row["album_id"] == ["5", "5", *["4"] * 3]
 
 
 def test_yambda_needs_neither_likes_nor_mappings(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_yambda_needs_neither_likes_nor_mappings(tmp_path: Path) -> None:
     given = tmp_path / "artist_item_mapping.parquet"
     (tmp_path / "artist_item_mapping.parquet.moved").rename(given)
     assert run("yambda", folder, tmp_path / "other", "--items", given) == 0
-    assert named_rows(tmp_path / "other")[0]["artist_id"][2] == ["30", "31"]
+    assert named_rows(tmp_path / "other")[0]["artist_id"][2] == "30"
 
 
 @pytest.mark.parametrize(

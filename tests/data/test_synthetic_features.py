@@ -48,7 +48,7 @@ EVENT_COLUMNS = {
     "yambda": {
         **{name: pa.int64() for name in ("artist_id", "album_id", "device_type", "action")},
         "is_organic": pa.int8(),
-        **{name: pa.float32() for name in ("played_ratio", "label_full_listen", "label_like")},
+        **{name: pa.float32() for name in ("played_ratio_pct", "label_full_listen", "label_like")},
         **{name: pa.float64() for name in ("true_full_listen", "true_like")},
     },
     "kuairand-ranking": {
@@ -74,7 +74,7 @@ USER_COLUMNS = {
     "devices": pa.list_(pa.int64()),
     "account_age": pa.float32(),
 }
-NULLABLE = {"account_age", "played_ratio"}
+NULLABLE = {"account_age", "played_ratio_pct"}
 
 
 @pytest.mark.parametrize("preset", SIZES)
@@ -101,7 +101,7 @@ def test_columns_have_the_documented_types_lengths_and_vocabularies(logs: Path, 
         feature = name.removeprefix("candidate_")
         if feature in manifest.features:
             assert (np.unique(values.to_numpy())[[0, -1]] == (0, manifest.features[feature] - 1)).all(), name
-    numbers = {"user_id", "item_id", "timestamp", "action", "account_age", "is_organic", "played_ratio", "duration"}
+    numbers = {"user_id", "item_id", "timestamp", "action", "account_age", "is_organic", "played_ratio_pct", "duration"}
     columns = {name for name in expected if not name.startswith(("candidate_", "label_", "true_"))}
     assert set(manifest.features) == columns - numbers
     assert (manifest.items, manifest.rows) == (CATALOGUE, SIZES[preset][0])
@@ -127,9 +127,9 @@ def test_actions_agree_with_played_ratios_labels_and_devices(logs: Path) -> None
     for row in table(logs / "yambda" / "log").slice(0, 100).to_pylist():
         assert set(row["device_type"]) <= set(row["devices"])
         assert sorted(set(row["devices"])) == row["devices"]
-        names = ("action", "played_ratio", "label_full_listen", "label_like", "is_organic")
+        names = ("action", "played_ratio_pct", "label_full_listen", "label_like", "is_organic")
         for action, played, full, like, organic in zip(*(row[name] for name in names), strict=True):
-            assert action == 1 + 2 * bool(full) + 4 * bool(like) + 8 * organic
+            assert action == 1 + 2 * bool(full) + 4 * bool(like) + 16 * organic
             assert (played is None) == (full is None)
             assert played is None or (0 <= played <= 100 and (played >= 50) == bool(full))
 

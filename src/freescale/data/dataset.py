@@ -20,17 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.columns import ColumnRequest, ColumnType, select_columns
 from freescale.data.order import MAX_GROUP_ROWS, RowGroupLayout
 from freescale.data.parquet import FETCH_AGAIN, FileEntry, ParquetReader
-from freescale.data.validation import (
-    ColumnType,
-    FeatureColumn,
-    Location,
-    Quarantine,
-    RowGroup,
-    decode_rows,
-    select_columns,
-)
+from freescale.data.validation import Location, Quarantine, RowGroup, decode_rows
 from freescale.errors import DataError, reason
 from freescale.progress import track
 
@@ -160,7 +153,7 @@ class Dataset:
         self,
         address: str,
         *,
-        features: Sequence[str | FeatureColumn] = (),
+        features: Sequence[str | ColumnRequest] = (),
         longest: int = 10**6,
         quarantine: Quarantine | None = None,
     ) -> None:
@@ -193,7 +186,7 @@ class Dataset:
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
             if not file.has_checksums:  # plain Parquet: only the first schema was validated
-                select_columns(table.schema, self._features, Location(file.name))
+                select_columns(table.schema, self._features, file.name)
         except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
             location = Location(file.name, index)
@@ -247,7 +240,7 @@ class Dataset:
             counts += rows
         return stripes, RowGroupLayout.from_counts(counts)
 
-    def _choose_columns(self, features: Sequence[str | FeatureColumn]) -> dict[str, ColumnType]:
+    def _choose_columns(self, features: Sequence[str | ColumnRequest]) -> dict[str, ColumnType]:
         cause = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:
@@ -255,7 +248,7 @@ class Dataset:
             except DataError as error:  # reported if a row group of that file is read
                 cause = f"{error.where}: {error.what}"
                 continue
-            return select_columns(self.schema, features, Location(file.name))
+            return select_columns(self.schema, features, file.name)
         raise DataError(f"no file here can be read ({cause})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[FileEntry, int]:

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 
 import polars as pl
 
+from freescale.data.columns import REQUIRED
 from freescale.data.feature_columns import KEY, UNUSABLE, FeatureColumn, Kind, SideTable
-from freescale.data.validation import REQUIRED, Location, Quarantine
+from freescale.data.validation import Location, Quarantine
 from freescale.errors import DataError
 from freescale.log import info_once
 

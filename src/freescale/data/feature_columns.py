@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, NoReturn, get_args
 
 import polars as pl
 
-from freescale.data.validation import REQUIRED, is_candidate
+from freescale.data.columns import REQUIRED, is_candidate
 from freescale.errors import DataError
 from freescale.log import info_once, warning_once
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from freescale.config import FeatureConfig, RunConfig
+from freescale.data.columns import CANDIDATE, MISSING, REQUIRED, ColumnRequest, Group, is_candidate
 from freescale.data.dataset import Dataset, Manifest, ValueCounts
-from freescale.data.validation import CANDIDATE, MISSING, REQUIRED, FeatureColumn, Group, RowGroup, is_candidate
+from freescale.data.validation import RowGroup
 from freescale.progress import track
 
 TOP = 3
@@ -58,7 +59,7 @@ def describe_columns(address: str) -> list[ColumnStats]:
     return [collector.result() for collector in collectors.values()]
 
 
-def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[FeatureColumn]:
+def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[ColumnRequest]:
     """Yield how to read each column: ids if they have a vocabulary, else by type. Others are left out."""
     known = manifest.features if manifest else {}
     for field in schema:
@@ -76,13 +77,13 @@ def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[FeatureC
         is_id = field.name.removeprefix("candidate_") in known
         whole = "id" if is_id else "bits"  # bits: any integer
         name = "set" if is_set else whole if pa.types.is_integer(kind) else "number"
-        yield FeatureColumn(field.name, "data stats", group, name, nullable=True)  # type: ignore[arg-type]
+        yield ColumnRequest(field.name, "data stats", group, name, nullable=True)  # type: ignore[arg-type]
 
 
 class _Collector:
     """Counts the values of one column."""
 
-    def __init__(self, request: FeatureColumn) -> None:
+    def __init__(self, request: ColumnRequest) -> None:
         self._request, self._counts = request, ValueCounts()
         self._kind = {"bits": "integer"}.get(request.kind, request.kind)
         self._numbers: list[NDArray[Any]] = []

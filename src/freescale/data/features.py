@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import FeatureConfig, RunConfig, TaskConfig
+from freescale.data.columns import CANDIDATE, REQUIRED, ColumnRequest, Group
 from freescale.data.dataset import Dataset
-from freescale.data.validation import CANDIDATE, REQUIRED, FeatureColumn, Group
 from freescale.data.vocabulary import ItemVocabulary
 from freescale.errors import ConfigError, DataError
 
@@ -47,12 +47,12 @@ class FeatureSchema(NamedTuple):
         """Whether events of the history are the targets."""
         return self.task.anchors != "none"
 
-    def columns(self) -> list[FeatureColumn]:
+    def columns(self) -> list[ColumnRequest]:
         """Return the stored columns that features and labels read."""
-        found: dict[str, FeatureColumn] = {}
+        found: dict[str, ColumnRequest] = {}
         for name, feature in self.features.items():
             for group, column in self._stored(name, feature):
-                request = FeatureColumn(
+                request = ColumnRequest(
                     column,
                     f"[features.{name}]",
                     group,
@@ -65,7 +65,7 @@ class FeatureSchema(NamedTuple):
                     raise ConfigError(what, key=f"features.{name}", remedy="give both the same scope, kind and missing")
         group: Group = "history" if self.anchored else "candidates"
         for label in self.task.labels if self.task.kind == "ranking" else ():
-            found[label] = FeatureColumn(label, "task.labels", group, "number", nullable=True)
+            found[label] = ColumnRequest(label, "task.labels", group, "number", nullable=True)
         return list(found.values())
 
     def _stored(self, name: str, feature: FeatureConfig) -> Iterator[tuple[Group, str]]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.data import writer
+from freescale.data.columns import CANDIDATE, is_candidate
 from freescale.data.dataset import Manifest
 from freescale.data.event_log import LOG_ORDER, EventLog, rescale_ticks, usable_events
 from freescale.data.numbering import (
@@ -29,7 +30,7 @@ from freescale.data.numbering import (
     save_keys,
 )
 from freescale.data.order import concat_ranges
-from freescale.data.validation import CANDIDATE, Quarantine, is_candidate
+from freescale.data.validation import Quarantine
 from freescale.data.vocabulary import VOCABULARY_FILE, fingerprint
 from freescale.errors import DataError, reason
 from freescale.log import info_once, warning_once

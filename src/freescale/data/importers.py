@@ -8,6 +8,7 @@ import polars as pl
 import pyarrow as pa
 
 from freescale.data import public_logs, writer
+from freescale.data.columns import CANDIDATE
 from freescale.data.dataset import Dataset
 from freescale.data.event_log import LOG_NUMBER, EventLog, LogColumns
 from freescale.data.feature_columns import FeatureColumn, refuse_names
@@ -15,7 +16,7 @@ from freescale.data.histories import ImportSummary
 from freescale.data.log_reader import LogSpec, read_files, to_event_log, with_side_tables
 from freescale.data.synthetic import list_array
 from freescale.data.text_log import find_log_files
-from freescale.data.validation import CANDIDATE, Quarantine, RowGroup
+from freescale.data.validation import Quarantine, RowGroup
 from freescale.errors import DataError, UsageError, reason, suggest
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 from freescale.config import DataConfig, RunConfig
 from freescale.data.batch import Batch, Split, Window, build_batch, pack_window
+from freescale.data.columns import CANDIDATE
 from freescale.data.dataset import Dataset
 from freescale.data.features import FeatureSchema, candidate_column, resolve_features
 from freescale.data.order import Cursor, EpochOrder, WindowShare
-from freescale.data.validation import CANDIDATE, Quarantine, RowGroup
+from freescale.data.validation import Quarantine, RowGroup
 from freescale.data.vocabulary import DataIdentity, ItemVocabulary
 from freescale.errors import ConfigError
 from freescale.log import warning_once

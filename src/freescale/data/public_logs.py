@@ -64,7 +64,10 @@ _YAMBDA = LogColumns(
     "uid",
     "item_id",
     "timestamp",
-    (FeatureColumn("action", "bits"), *(FeatureColumn(name, "number") for name in _YAMBDA_NUMBERS)),
+    (
+        FeatureColumn("action", "bits"),
+        *(FeatureColumn(name, "number") for name in ("is_organic", *_YAMBDA_NUMBERS)),
+    ),
     event_labels=("full_listen", "like"),
 )
 _YAMBDA_MAPPINGS = {"artist_id": "artist_item_mapping", "album_id": "album_item_mapping"}
@@ -149,7 +152,7 @@ def _yambda_part(source: Path) -> pl.LazyFrame:
 
 
 def _yambda_items(job: LogSpec) -> SideTable | None:
-    """Artists and albums by track, each a set: a track may have several."""
+    """The artist and the album of each track: the first by number, if it has several."""
     mappings = {column: _yambda_mapping(job, f"{stem}.parquet") for column, stem in _YAMBDA_MAPPINGS.items()}
     found = {column: path for column, path in mappings.items() if path is not None}
     if not found:
@@ -161,11 +164,11 @@ def _yambda_items(job: LogSpec) -> SideTable | None:
     tables = []
     for column, path in found.items():
         pairs = scan_parquet(path, {"item_id": "the keys of the items", column: f"feature '{column}'"})
-        tables.append(pairs.group_by("item_id").agg(pl.col(column).unique().sort()).collect())
+        tables.append(pairs.group_by("item_id").agg(pl.col(column).min()).collect())
     joined = tables[0]
     for table in tables[1:]:
         joined = joined.join(table, on="item_id", how="full", coalesce=True)
-    features = tuple(FeatureColumn(column, "set") for column in found)
+    features = tuple(FeatureColumn(column, "id") for column in found)
     parts = [joined.sort("item_id").with_row_index(LOG_NUMBER).lazy()]
     return to_side_table(job.of_files(list(found.values()), "items"), parts, key="item_id", features=features)
 

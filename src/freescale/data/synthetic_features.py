@@ -139,7 +139,7 @@ def _yambda_table(block: Block, items: Catalogue, seed: int) -> pa.Table:
     true_like = signals["label_like"].probability(facts)
     like, organic = rated & (rng.random(len(item)) < true_like), rng.random(len(item)) < _ORGANIC
     played = np.floor(50 * full + (50 + full) * rng.random(len(item)))  # below 50, or 50 to 100
-    action = 1 + 2 * full.astype(np.int64) + 4 * like + 8 * organic
+    action = 1 + 2 * full.astype(np.int64) + 4 * like + 16 * organic
     events = {
         "artist_id": items.artist[item],
         "album_id": items.album[item],
@@ -149,7 +149,7 @@ def _yambda_table(block: Block, items: Catalogue, seed: int) -> pa.Table:
         "true_full_listen": signal.probability(facts),
         "true_like": true_like,
     }
-    partly = {"played_ratio": (played, seen), "label_full_listen": (full, seen), "label_like": (like, rated)}
+    partly = {"played_ratio_pct": (played, seen), "label_full_listen": (full, seen), "label_like": (like, rated)}
     return pa.table(
         block.columns(item, seed)
         | {name: list_array(block.offsets, values) for name, values in events.items()}

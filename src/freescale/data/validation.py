@@ -9,7 +9,7 @@ counted line in a quarantine file.
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,13 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.errors import DataError, FreeScaleError, reason, suggest
+from freescale.data.columns import CANDIDATE, MISSING, Column, ColumnType, is_list_type
+from freescale.errors import DataError, FreeScaleError, reason
 
-REQUIRED = ("user_id", "item_id", "timestamp")
-CANDIDATE = "candidate_id"
-MISSING = np.iinfo(np.int64).min
-"""Stands for a null among the ids of a nullable column."""
-Group = Literal["sample", "history", "candidates"]
 ReportRow = Callable[[int, str, str], None]
 """Callback for each unusable row: its index, the kind of fault, and a description."""
 Fault = tuple[str, str, NDArray[np.bool_]]
@@ -99,64 +95,6 @@ class Quarantine:
         return f"{self.rows:,} rows skipped ({kinds})" + (f"; see {self._path}" if self._path else "")
 
 
-def is_candidate(name: str) -> bool:
-    """Whether a list column belongs to the candidates rather than to the history."""
-    return name.startswith(("candidate_", "label_"))
-
-
-class ColumnType(NamedTuple):
-    """Type of a column."""
-
-    is_list: bool
-    dtype: np.dtype
-    group: Group
-    """What has one value each: a row, an event, or a candidate."""
-    is_set: bool = False
-    """Whether a value is a list of ids."""
-    nullable: bool = False
-    """Whether a null is a missing value instead of a fault."""
-    is_feature: bool = False
-    """Whether a feature or a label of the config reads it; then its values are checked."""
-    is_id: bool = False
-    """Whether the values are ids of a feature."""
-
-    def __str__(self) -> str:
-        kind = f"set<{self.dtype}>" if self.is_set else str(self.dtype)
-        return f"list<{kind}>" if self.is_list else kind
-
-
-class FeatureColumn(NamedTuple):
-    """A column that a feature or a label of the config reads, and what it has to hold."""
-
-    name: str
-    owner: str
-    """Who reads it, for messages: `[features.artist]`."""
-    group: Group
-    kind: Literal["id", "set", "number", "bits", "timestamp"]
-    nullable: bool = False
-
-
-class Column(NamedTuple):
-    """Values of one column: one per row, or for a list column delimited by `offsets`."""
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64] | None = None
-    inner: NDArray[np.int64] | None = None
-    """For a set per event or candidate: where the ids of each begin in `values`; `offsets` then delimits the sets."""
-
-    @property
-    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of the values of each row of a list column."""
-        assert self.offsets is not None
-        return self.offsets[:-1], self.offsets[1:]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Values per row of a list column."""
-        begin, end = self.bounds
-        return end - begin
-
-
 class RowGroup(NamedTuple):
     """One decoded row group. Rows keep their stored index; `usable` marks those that passed every check."""
 
@@ -173,86 +111,6 @@ class RowGroup(NamedTuple):
             inner = np.zeros(1, np.int64) if kind.is_list and kind.is_set else None
             columns[name] = Column(np.zeros(0 if has_offsets else rows, kind.dtype), offsets, inner)
         return RowGroup(columns, np.zeros(rows, dtype=bool))
-
-
-def select_columns(
-    schema: pa.Schema, features: Sequence[str | FeatureColumn], location: Location
-) -> dict[str, ColumnType]:
-    """Types of the columns to read. Raises a DataError if one is missing or has a wrong type.
-
-    `features`: names, whose type tells what they hold, or columns that have to fit their feature.
-    """
-    present = set(schema.names)
-    labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
-    by_name = {column.name: column for column in features if isinstance(column, FeatureColumn)}
-    names = [column.name if isinstance(column, FeatureColumn) else column for column in features]
-    selected = {}
-    for name in dict.fromkeys([*REQUIRED, *names, *labels]):
-        owner = f"{by_name[name].owner} reads column '{name}', which the data does not have" if name in by_name else ""
-        if name not in present:
-            what = owner or f"column '{name}' is missing"
-            raise DataError(what, where=str(location), remedy=suggest(name, present))
-        field = schema.field(name)
-        selected[name] = (
-            feature_type(field, by_name[name], location) if name in by_name else _column_type(field, location)
-        )
-    return selected
-
-
-def _column_type(field: pa.Field, location: Location) -> ColumnType:
-    is_list, is_set, kind = _unwrap(field.type)
-    whole = pa.types.is_integer(kind)
-    number = whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if field.name == "user_id":
-        expected, valid = "a 64-bit integer", whole and not is_list
-    elif field.name in ("item_id", "timestamp", CANDIDATE):
-        expected, valid = "list<int64>", whole and is_list and not is_set
-    elif is_candidate(field.name):
-        expected, valid = "a list of numbers", number and is_list
-    else:
-        expected, valid = "numbers or lists of them", number
-    if not valid:
-        what = f"column '{field.name}' has type {field.type}, not {expected}"
-        raise DataError(what, where=str(location), remedy="convert the log with `freescale data import events`")
-    group: Group = "candidates" if is_candidate(field.name) else "history" if is_list else "sample"
-    return ColumnType(is_list, _number_type(np.dtype(kind.to_pandas_dtype())), group, is_set)
-
-
-def feature_type(field: pa.Field, column: FeatureColumn, location: Location) -> ColumnType:
-    """Return the type of a column that a feature reads. Raises a DataError if it does not fit the feature."""
-    is_list, is_set, kind = _unwrap(field.type)
-    if column.kind == "set" and column.group == "sample" and is_list and not is_set:
-        is_list, is_set = False, True
-    whole = pa.types.is_integer(kind)
-    what, remedy = "", ""
-    if is_list != (column.group != "sample"):
-        holds = "a list per row" if is_list else "one value per row"
-        needed = {"sample": "one value per row", "history": "a list with a value per event"}
-        what = f"holds {holds}, not {needed.get(column.group, 'a list with a value per candidate')}"
-        remedy = 'set its scope to "item" or "event"' if is_list else 'set its scope to "user" or "context"'
-    elif is_set != (column.kind == "set"):
-        what = f"holds {'sets' if is_set else 'single values'} ({field.type}), but its kind is {column.kind!r}"
-        remedy = 'set its kind to "set"' if is_set else 'set its kind to "id", or store lists of ids'
-    elif column.kind != "number" and not whole:
-        what, remedy = (
-            f"holds {kind}, but kind = {column.kind!r} needs integers",
-            'set its kind to "number", or import it as ids',
-        )
-    elif not (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        what, remedy = f"holds {kind}, which is not a number", "import the log with this column as ids"
-    if what:
-        raise DataError(f"{column.owner}: column '{column.name}' {what}", where=str(location), remedy=remedy)
-    dtype = np.dtype(np.float32) if column.kind == "number" else np.dtype(np.int64)
-    is_id = column.kind in ("id", "set")
-    return ColumnType(is_list, dtype, column.group, is_set, column.nullable, is_feature=True, is_id=is_id)
-
-
-def _unwrap(kind: pa.DataType) -> tuple[bool, bool, pa.DataType]:
-    """Return whether a type is a list, whether it is a list of lists, and the type of its values."""
-    is_list = _is_list(kind)
-    value = kind.value_type if is_list else kind
-    is_set = is_list and _is_list(value)
-    return is_list, is_set, value.value_type if is_set else value
 
 
 def decode_rows(table: pa.Table, kinds: Mapping[str, ColumnType], *, longest: int, report: ReportRow) -> RowGroup:
@@ -349,14 +207,14 @@ def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _to_numpy(chunked: pa.ChunkedArray, kind: ColumnType) -> tuple[Column, NDArray[np.bool_] | None]:
     """Convert a column; also return a mask of the rows that are or contain a null that is a fault, or None."""
     array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
-    if not _is_list(array.type):
+    if not is_list_type(array.type):
         nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count and not kind.nullable else None
         return Column(_numbers(array, kind)), nulls
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     if kind.nullable and not kind.is_list:
         nulls = None  # a set per row: null is an empty set
     inside, offsets = _flatten(array)
-    if not _is_list(inside.type):
+    if not is_list_type(inside.type):
         column = Column(_numbers(inside, kind), offsets)
         holes = inside.null_count and not (kind.nullable and kind.is_list)
     else:
@@ -379,7 +237,7 @@ def _flatten(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
 def _null_entries(inside: pa.Array, kind: ColumnType) -> NDArray[np.bool_]:
     """Return which entries of lists are null, or are sets that hold a null."""
     bad = inside.is_null().to_numpy(zero_copy_only=False)
-    if not _is_list(inside.type):
+    if not is_list_type(inside.type):
         return bad
     values, inner = _flatten(inside)
     holes = _any(Column(values, inner), values.is_null().to_numpy(zero_copy_only=False))
@@ -396,12 +254,3 @@ def _numbers(array: pa.Array, kind: ColumnType) -> NDArray[Any]:
 
 def _zero(kind: pa.DataType) -> bool | int:
     return False if pa.types.is_boolean(kind) else 0
-
-
-def _number_type(stored: np.dtype) -> np.dtype:
-    """Integers become 64-bit, as table lookups require; other types stay as stored."""
-    return np.dtype(np.int64) if stored.kind in "iu" else stored
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from freescale.data.columns import MISSING
 from freescale.data.dataset import Dataset, manifest_checksum
 from freescale.data.order import splitmix64
-from freescale.data.validation import MISSING
 from freescale.errors import DataError
 from freescale.log import warning_once
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from freescale.data.batch import Batch, Events, set_group
+from freescale.data.columns import MISSING
 from freescale.data.features import HOURS, Feature, candidate_column, table_sizes
-from freescale.data.validation import MISSING
 from freescale.models.keyed import splitmix64
 from freescale.models.protocol import Rows
 

@@ -34,7 +34,7 @@ from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.progress import progress
 from freescale.train.checkpoint_manager import TrainerComponents
-from freescale.train.evaluation import build_evaluation, require_labels
+from freescale.train.evaluation import build_evaluation
 from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import build_model_for, build_optimizer, build_sharded_model, data_parallel
 from freescale.train.step import Step
@@ -206,7 +206,6 @@ def _require_columns(config: RunConfig, loader: Loader) -> None:
         what = "this data set has no item count, so the size of the item table is unknown"
         remedy = f"count the items: freescale data import histories {config.data.path} NEW_FOLDER"
         raise DataError(what, where=config.data.path, remedy=remedy)
-    require_labels(config, loader, "the data")
 
 
 def _review(components: TrainerComponents, checkpoint: Path, facts: Mapping[str, Any], *, accept_changes: bool) -> None:

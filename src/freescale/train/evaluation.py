@@ -16,7 +16,7 @@ from freescale.data.dataset import Dataset
 from freescale.data.features import FeatureSchema
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import DataIdentity
-from freescale.errors import ConfigError, DataError, suggest
+from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.retrieval import Retrieval
 from freescale.progress import track
@@ -84,7 +84,6 @@ def _require_matching_data(config: RunConfig, world: World) -> None:
     columns = [*config.data.columns, *FeatureSchema.from_config(config).columns()]
     trained = Dataset(config.data.path, features=columns)
     loader.identity.require_same(DataIdentity.from_dataset(trained), where=f"data.test_path = {config.data.test_path}")
-    require_labels(config, loader, "data.test_path")
 
 
 def _require_targets(config: RunConfig, world: World) -> None:
@@ -113,15 +112,6 @@ def _no_targets_error(config: RunConfig) -> DataError:
     else:
         why, remedy = "every history has fewer than 2 events", "give a log with longer histories, or data.split = none"
     return DataError(f"nothing to evaluate on: {why}", where=data.test_path or data.path, remedy=remedy)
-
-
-def require_labels(config: RunConfig, loader: Loader, where: str) -> None:
-    """Refuse data without the label columns of the task."""
-    columns = loader.dataset.columns
-    for label in config.task.labels:
-        if label not in columns:
-            what = f"task.labels names '{label}', which {where} does not have"
-            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=suggest(label, columns))
 
 
 class TargetRanks(NamedTuple):
