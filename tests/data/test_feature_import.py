@@ -76,14 +76,16 @@ def test_every_kind_of_feature_keeps_its_values_and_stays_null_where_missing(for
 
 
 def test_ids_are_numbered_by_popularity_then_by_key() -> None:
+    Path("log.csv").write_text(LOG.replace("x,", "z,") + "v,b,5,1,w,9,c|b,1\nv,b,6,1,w,9,c|0,1\n")
     imported("--features", *KINDS)
     counts = {name: pl.read_parquet(f"data/vocabulary-{name}.parquet").rows() for name in ("brand", "code", "tags")}
     assert counts == {
-        "brand": [("x", 2), ("y", 1)],
-        "code": [("7", 2), ("9", 1)],
-        "tags": [("a", 2), ("b", 2), ("c", 1)],
+        "brand": [("w", 2), ("z", 2), ("y", 1)],
+        "code": [("9", 3), ("7", 2)],
+        "tags": [("b", 3), ("c", 3), ("a", 2), ("0", 1)],
     }
-    assert manifest(Path("data")).features == {"brand": 2, "code": 2, "tags": 3}
+    assert manifest(Path("data")).features == {"brand": 3, "code": 2, "tags": 4}
+    assert rows(Path("data"))[0]["brand"] == [None, 2, 1]
 
 
 def test_quoted_text_is_one_key_and_a_set_is_split_at_any_separator() -> None:
@@ -154,9 +156,10 @@ def test_a_later_import_keeps_all_ids_and_hashes_unknown_keys_stably(capsys: pyt
     first = rows(Path("data"))
     Path("log.csv").write_text(LOG + "v,b,9,1,new,7,a|new|other,1\nv,b,9,1,new,7,new,1\n")
     Path("items.csv").write_text(ITEMS.replace("b,,2,", "b,comic,2,y|w"))
-    for target in ("later", "again"):
-        words = [*TABLES, "--features", *KINDS, "--vocabulary", "data"]
-        assert import_events("log.csv", *words, target=Path(target)) == 0
+    words = [*TABLES, "--features", *KINDS, "--vocabulary", "data"]
+    assert import_events("log.csv", *words, target=Path("later")) == 0
+    Path("more.csv").write_text(Path("log.csv").read_text() + "u,a,0,1,a new brand,7,a new tag,1\n")
+    assert import_events("more.csv", *words, target=Path("again")) == 0
     later, again = ([row for row in rows(Path(t)) if row["user_id"] == 1] for t in ("later", "again"))
     assert later == again
     (row,) = later
