@@ -11,7 +11,7 @@ import torch
 
 from freescale.config import DataConfig, FeatureConfig, TaskConfig
 from freescale.data.batch import Batch, set_group
-from freescale.data.features import ANCHOR, FeatureSchema
+from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.loader import Loader
 from freescale.errors import DataError, FreeScaleError
 from tests.support.datasets import lists, write_dataset

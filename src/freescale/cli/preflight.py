@@ -8,7 +8,7 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint.run_folder import complete_checkpoints, is_restart, require_complete, require_start
 from freescale.data.dataset import Dataset
-from freescale.data.features import FeatureSchema
+from freescale.data.feature_schema import FeatureSchema
 from freescale.data.validation import Quarantine
 from freescale.errors import InstallError
 from freescale.launch import is_forked

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from freescale.config import TaskConfig
 from freescale.data.columns import CANDIDATE, ColumnType
-from freescale.data.features import ANCHOR, FeatureSchema
+from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.order import WindowShare, concat_ranges
 from freescale.data.validation import RowGroup
 from freescale.data.vocabulary import ItemVocabulary

@@ -84,9 +84,11 @@ def select_columns(schema: pa.Schema, features: Sequence[str | ColumnRequest], w
     by_name = {column.name: column for column in features if isinstance(column, ColumnRequest)}
     names = [column.name if isinstance(column, ColumnRequest) else column for column in features]
     selected = {}
-    if CANDIDATE not in present and any(column.group == "candidates" for column in by_name.values()):
-        remedy = "import impressions as candidates, or take events as targets: task.anchors"
-        raise DataError(f"ranking needs the column '{CANDIDATE}'", where=where, remedy=remedy)
+    for column in by_name.values():
+        if column.group == "candidates" and CANDIDATE not in present:
+            what = f"{column.owner} needs candidates, but the data has no column '{CANDIDATE}'"
+            remedy = "import impressions as candidates, or take events as targets: task.anchors"
+            raise DataError(what, where=where, remedy=remedy)
     for name in dict.fromkeys([*REQUIRED, *names, *labels]):
         owner = f"{by_name[name].owner} reads column '{name}', which the data does not have" if name in by_name else ""
         if name not in present:

@@ -15,7 +15,7 @@ from freescale.config import DataConfig, RunConfig
 from freescale.data.batch import Batch, Split, Window, build_batch, pack_window
 from freescale.data.columns import CANDIDATE
 from freescale.data.dataset import Dataset
-from freescale.data.features import FeatureSchema, candidate_column, resolve_features
+from freescale.data.feature_schema import FeatureSchema, candidate_column, resolve_features
 from freescale.data.order import Cursor, EpochOrder, WindowShare
 from freescale.data.validation import Quarantine, RowGroup
 from freescale.data.vocabulary import DataIdentity, ItemVocabulary

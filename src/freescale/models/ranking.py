@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
-from freescale.data.features import Feature
+from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
-from freescale.models.features import FeatureEmbedding, FeatureValues, TableIds
+from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
 from freescale.models.heads import build_heads, multi_task_loss
 from freescale.models.jagged import JaggedLayout
 from freescale.models.keyed import Keys

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from freescale import deterministic
 from freescale.config import RunConfig
 from freescale.data.batch import Batch, Events
-from freescale.data.features import Feature
+from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
-from freescale.models.features import FeatureEmbedding, FeatureValues, TableIds
+from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
 from freescale.models.jagged import JaggedLayout
 from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.data.batch import Batch, Events
-from freescale.data.features import ANCHOR
+from freescale.data.feature_schema import ANCHOR
 from freescale.models.jagged import EventTimes, JaggedLayout
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from freescale.config import RunConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
-from freescale.data.features import FeatureSchema
+from freescale.data.feature_schema import FeatureSchema
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import DataIdentity
 from freescale.errors import DataError

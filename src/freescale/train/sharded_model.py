@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.recorder import Recorder, record_comm_hook
 from freescale.config import RunConfig
-from freescale.data.features import Feature, measure_numbers
+from freescale.data.feature_schema import Feature, measure_numbers
 from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
