@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--archs 80 90 100] [--widths 25 32 50 64 128 256] [--out FILE.json]
 
 Registers, shared memory and spills come from NVIDIA's assembler; the absence of TF32 and of float atomics from the PTX;
-work per program, products and bytes from the tile schedule of `heavy` and `kuairand` lengths. Needs no GPU. Does not
+work per program, products and bytes from the tile schedule of `heavy` and `kuairand` lengths: histories alone, with
+candidates that see the whole history, and with 20 targets that see evenly spaced parts of it. Needs no GPU. Does not
 measure speed.
 """
 
@@ -13,11 +14,13 @@ import re
 import subprocess
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -34,10 +37,12 @@ RECIPES = {25: 2, 32: 1, 50: 1, 64: 4}
 """Width of a head in a recipe, and how many it has."""
 PRODUCTS = {"forward": 2, "backward_rows": 3, "backward_columns": 4}
 """Of matrices, for each tile: scores are computed anew in both passes of backward."""
+TARGETS = 20
+"""Of each history, at evenly spaced anchors."""
 PROCESSORS = {"A100": 108, "H100": 132, "B200": 148}
 _POINTERS = {
     "fp32": ("parts", "more_parts", "d_position", "d_time", "position", "by_cell", "time"),
-    "i64": ("spans", "query_time", "event_time"),
+    "i64": ("spans", "limits", "query_time", "event_time"),
     "i32": ("bucket_of_cell", "items", "joins"),
 }
 _NUMBERS = {
@@ -106,19 +111,21 @@ def load(dealt: TileSchedule) -> torch.Tensor:
     return ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1).double()
 
 
-def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int) -> dict[str, object]:
+def grid(preset: synthetic.Preset, batch: int, heads: int, processors: int, *, targets: int = 0) -> dict[str, object]:
     """Return the balance of a batch's work over the programs that a GPU runs at a time."""
     block, programs = KernelConfig(heads, 64, True).block, 2 * processors // heads
     worst = {"rows": 0.0, "columns": 0.0}
     for seed in range(3):
-        layout = layout_of(synthetic.draw_lengths(preset, batch, np.random.default_rng(seed)).tolist())
-        work = attention_schedule(layout.spans, layout.tokens, block, programs)
+        lengths = synthetic.draw_lengths(preset, batch, np.random.default_rng(seed)).tolist()
+        layout = anchored_layout(lengths, targets) if targets else layout_of(lengths)
+        work = attention_schedule(layout.spans, layout.limits, block, programs)
         for side, dealt in zip(worst, work, strict=True):
             loads = load(dealt)
             worst[side] = max(worst[side], float(loads.max() / loads.mean()))
     return {
         "preset": preset,
         "batch": batch,
+        "targets": targets,
         "heads": heads,
         "processors": processors,
         **{f"{side}_max_over_mean": round(value, 3) for side, value in worst.items()},
@@ -129,17 +136,25 @@ def layout_of(lengths: list[int], candidates: list[int] | None = None) -> Jagged
     return JaggedLayout(torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates))
 
 
-def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> dict[str, object]:
+def anchored_layout(histories: list[int], targets: int) -> JaggedLayout:
+    """Return histories that are each followed by targets at evenly spaced anchors, the last at the end."""
+    anchors = [n * (each + 1) // targets for n in histories for each in range(targets)]
+    layout = layout_of([n + targets for n in histories], [targets] * len(histories))
+    return replace(layout, anchors=torch.tensor(anchors))
+
+
+def counted(preset: synthetic.Preset, share: float, heads: int, width: int, *, targets: int = 0) -> dict[str, object]:
     """Products and bytes of the kernels, against the tiles that hold at least one pair that is seen."""
     drawn = synthetic.draw_lengths(preset, 128, np.random.default_rng(0))
     lengths = np.minimum(drawn, 2048).tolist()  # the least is counted pair by pair
-    layout, sizes = layout_of(lengths, [int(share * n) for n in lengths]), KernelConfig(heads, width, True)
-    work = attention_schedule(layout.spans, layout.tokens, sizes.block, 2 * PROCESSORS["H100"] // heads)
+    sizes, candidates = KernelConfig(heads, width, True), [int(share * n) for n in lengths]
+    layout = anchored_layout(lengths, targets) if targets else layout_of(lengths, candidates)
+    work = attention_schedule(layout.spans, layout.limits, sizes.block, 2 * PROCESSORS["H100"] // heads)
     tile = 2 * sizes.block**2 * sizes.padded * heads
-    least_tiles = sum(seen_tiles(n, n - int(share * n), sizes.block) for n in lengths)
+    least_tiles = sum(seen_tiles(layout, sample, sizes.block) for sample in range(len(lengths)))
     tiles = {"forward": load(work.rows), "backward_rows": load(work.rows), "backward_columns": load(work.columns)}
-    blocks = split_into_blocks(layout.spans, tokens=layout.tokens, block_size=sizes.block)
-    whole = int((blocks.row_tiles > 0).sum())
+    blocks = split_into_blocks(layout.spans, layout.limits, block_size=sizes.block)
+    whole = int((blocks.rows.count > 0).sum())
     parts = int((work.rows.items[..., 4] >= 0).sum())
     operand = sizes.block * width * heads * 2
     # A tile reads keys and values (or queries and gradients) and the times of its events; a block, its own two.
@@ -148,6 +163,7 @@ def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> d
     return {
         "preset": preset,
         "candidates": share,
+        "targets": targets,
         "heads": heads,
         "width": width,
         "flops": int(sum(PRODUCTS[name] * float(one.sum()) for name, one in tiles.items()) * tile),
@@ -160,10 +176,12 @@ def counted(preset: synthetic.Preset, share: float, heads: int, width: int) -> d
     }
 
 
-def seen_tiles(length: int, history: int, block: int) -> int:
+def seen_tiles(layout: JaggedLayout, sample: int, block: int) -> int:
     """Tiles of a sample in which some query sees some key, found pair by pair."""
+    first, length, _ = layout.spans[sample].tolist()
     places = torch.arange(-(-length // block) * block)
-    seen = is_visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
+    limits = F.pad(layout.limits[first : first + length], (0, len(places) - length))
+    seen = is_visible(places[:, None], places[None, :], limits[:, None]) & (places[:, None] < length)
     return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
 
 
@@ -178,7 +196,9 @@ def main() -> None:
     presets: tuple[synthetic.Preset, ...] = ("heavy", "kuairand")
     for preset in presets:
         results += [grid(preset, 128, heads, PROCESSORS["H100"]) for heads in (1, 2, 4)]
+        results += [grid(preset, 128, heads, PROCESSORS["H100"], targets=TARGETS) for heads in (1, 2, 4)]
         results += [counted(preset, share, 4, 64) for share in (0.0, 0.2)]
+        results += [counted(preset, 0.0, 4, 64, targets=TARGETS)]
     for width in options.widths:
         sizes = [KernelConfig(RECIPES.get(width, 1), width, half) for half in (True, False)]
         results += [usage(name, one, arch) for one in sizes for arch in options.archs for name in KERNELS]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tests.support.partitions import best_sorted_partition
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,17 +50,6 @@ def slowest_cells(lengths: Ints, rank: Ints, ranks: int) -> float:
     longest = np.zeros(ranks)
     np.maximum.at(longest, rank, lengths)
     return float((np.bincount(rank, minlength=ranks) * longest).max())
-
-
-def best_sorted_partition(lengths: Ints, ranks: int) -> float:
-    """Return the least bottleneck of contiguous groups, longest first, over all cuts."""
-    descending = np.append(np.sort(lengths)[::-1], 0).astype(np.float64)
-    ends = np.arange(len(descending))
-    from_to = np.where(ends >= ends[:, None], (ends - ends[:, None]) * descending[:, None], np.inf)
-    best = from_to[0]
-    for _ in range(ranks - 1):
-        best = np.maximum(best[:, None], from_to).min(axis=0)
-    return float(best[-1])
 
 
 def placement(name: str, pool: Ints, ranks: int, steps: int) -> dict[str, Any]:

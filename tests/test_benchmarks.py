@@ -82,13 +82,14 @@ def test_hosts_that_come_and_go_change_nothing_but_rounding(tmp_path: Path) -> N
     assert result["largest_relative_difference"] < 1e-9
 
 
+@pytest.mark.whole  # with one fault it would show nothing
 def test_a_launcher_that_starts_ranks_again_does_not_grow(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "0.1", "--every", "5", "--out", out]
+    command = [sys.executable, BENCHMARKS / "elastic.py", "soak", "--minutes", "5", "--every", "30", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     (result,) = json.loads(out.read_text())["results"]
     assert result["exit_code"] == 130
-    assert result["faults"] >= 1
+    assert result["faults"] >= 3
     for first, last in (result["first_and_last"][f"agent {what}"] for what in ("threads", "descriptors")):
         assert last <= first
 
@@ -313,6 +314,7 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     assert {result["kernel"] for result in compiled} == {"forward", "backward_rows", "backward_columns", "join"}
     for result in compiled:
         assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)
+    assert {result["targets"] for result in results if "flops_over_least" in result} == {0, 20}
     for result in results:
         assert max(result.get("rows_max_over_mean", 1), result.get("columns_max_over_mean", 1)) <= 1.25
         assert max(result.get("flops_over_least", 1), result.get("bytes_over_least", 1)) <= 1.15

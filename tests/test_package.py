@@ -35,7 +35,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code: str) -> None:
 
 
 def test_preparing_data_needs_no_torch() -> None:
-    commands = "freescale.cli.data"
+    commands = "freescale.cli.data_stats, freescale.cli.data_synth, freescale.cli.data_import"
     assert "torch" not in imported_by(f"import {commands}")
 
 

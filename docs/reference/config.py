@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_origin, get_type_hints
 
 from freescale.config import RECIPES, RunConfig
 from freescale.config.load import field_docs, sections, toml_value, type_name
@@ -28,7 +28,7 @@ def _section(name: str, schema: type) -> str:
     rows = [
         f"| `{f.name}` | {type_name(hints[f.name])} | `{toml_value(f.default)}` | {_cell(docs[f.name])} |"
         for f in dataclasses.fields(schema)
-        if not dataclasses.is_dataclass(hints[f.name])
+        if not (dataclasses.is_dataclass(hints[f.name]) or get_origin(hints[f.name]) is dict)
     ]
     heading = f"[{name}]" if name else "Top level"
     table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale import balance as balance
     from freescale import errors as errors
+    from freescale import models as models
     from freescale.balance.cost import Cost as Cost
     from freescale.bubbles.step_profiler import StepProfiler as StepProfiler
     from freescale.config.schema import BalanceConfig as BalanceConfig
     from freescale.config.schema import DataConfig as DataConfig
+    from freescale.config.schema import FeatureConfig as FeatureConfig
     from freescale.config.schema import ModelConfig as ModelConfig
     from freescale.config.schema import RunConfig as RunConfig
     from freescale.config.schema import TablesConfig as TablesConfig
@@ -32,14 +34,15 @@ _NAMES_BY_MODULE = {
     "integrations.ddp": ["BalancedLoader"],
     "bubbles.step_profiler": ["StepProfiler"],
     "config.schema": [
-        f"{part}Config" for part in ("Balance", "Data", "Model", "Run", "Tables", "Task", "Train", "Transport")
+        f"{part}Config"
+        for part in ("Balance", "Data", "Feature", "Model", "Run", "Tables", "Task", "Train", "Transport")
     ],
     "data.batch": ["Batch", "Events"],
     "data.loader": ["Loader"],
     "integrations.torchrec": ["PrioritizedEmbeddingSharder", "PrioritizedPipeline", "TransportEmbeddingSharder"],
 }
 _MODULE_OF = {name: f"freescale.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
-_MODULES = ("balance", "errors")
+_MODULES = ("balance", "errors", "models")
 __all__ = sorted([*_MODULE_OF, *_MODULES])
 
 

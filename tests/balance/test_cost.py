@@ -10,13 +10,13 @@ from freescale.config import ModelConfig
 from freescale.data import synthetic
 
 
-def counted(length: int, candidates: int, projections: int, attention: int) -> int:
+def counted(length: int, anchors: list[int], projections: int, attention: int) -> int:
     """Multiply-adds of one layer, token by token and pair by pair."""
-    total = projections * (length + candidates)
+    total = projections * (length + len(anchors))
     for query in range(length):
         total += attention * (query + 1)  # the causal half, itself included
-    for _ in range(candidates):
-        total += attention * (length + 1)  # the history and itself
+    for anchor in anchors:
+        total += attention * (anchor + 1)  # its part of the history and itself
     return total
 
 
@@ -24,10 +24,11 @@ def counted(length: int, candidates: int, projections: int, attention: int) -> i
     length=st.integers(0, 60), candidates=st.integers(0, 9), dim=st.sampled_from([8, 32, 50]), layers=st.integers(1, 4)
 )
 def test_costs_equal_a_count_of_multiply_adds(length: int, candidates: int, dim: int, layers: int) -> None:
-    hstu = Cost.hstu(dim=dim, layers=layers, heads=2).of(length, candidates)
-    assert hstu == layers * counted(length, candidates, 5 * dim * dim, 2 * dim)
-    sasrec = Cost.sasrec(dim=dim, layers=layers).of(length, candidates)
-    assert sasrec == layers * counted(length, candidates, 6 * dim * dim, 2 * dim)
+    hstu, sasrec = Cost.hstu(dim=dim, layers=layers, heads=2), Cost.sasrec(dim=dim, layers=layers)
+    whole, parts = [length] * candidates, [length * each // 9 for each in range(candidates)]
+    for anchors, visible in ((whole, None), (whole, sum(whole)), (parts, sum(parts))):
+        assert hstu.of(length, candidates, visible) == layers * counted(length, anchors, 5 * dim * dim, 2 * dim)
+        assert sasrec.of(length, candidates, visible) == layers * counted(length, anchors, 6 * dim * dim, 2 * dim)
 
 
 def test_heads_divide_the_width_and_so_do_not_change_the_cost() -> None:

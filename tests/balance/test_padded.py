@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from freescale.balance.assign import assign
 from freescale.balance.cost import Cost
 from freescale.data import synthetic
+from tests.support.partitions import best_sorted_partition
 from tests.support.threads import waits
 
 Words = dict[str, Any]
@@ -23,17 +24,6 @@ COSTS = {"cells": Cost(token=1.0), "attention": Cost.sasrec(dim=64, layers=2)}
 def padded(values: Floats | Ints, rank: Ints, ranks: int) -> Floats:
     """The count of each rank times its largest value."""
     return np.array([(rank == r).sum() * values[rank == r].max(initial=0) for r in range(ranks)], dtype=float)
-
-
-def best_sorted_partition(values: Floats, ranks: int) -> float:
-    """The least bottleneck of contiguous groups, longest first, by dynamic programming over all cuts."""
-    descending = np.append(np.sort(values)[::-1], 0.0)
-    ends = np.arange(len(descending))
-    from_to = np.where(ends >= ends[:, None], (ends - ends[:, None]) * descending[:, None], np.inf)
-    best = from_to[0]
-    for _ in range(ranks - 1):
-        best = np.maximum(best[:, None], from_to).min(axis=0)
-    return float(best[-1])
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

@@ -26,7 +26,6 @@ from freescale.bubbles.summary import Line, Summary
 from freescale.errors import UsageError
 from freescale.models.jagged import JaggedLayout
 from freescale.models.protocol import Rows
-from freescale.models.retrieval import RetrievalInputs
 from freescale.train.sharded_model import build_model
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
@@ -134,7 +133,7 @@ def test_compute_alone_is_the_mean_over_ranks_without_the_warm_up_step(groups: d
 def test_emulated_compute_takes_the_calibrated_time(tmp_path: Path) -> None:
     """Sleeping takes no less than asked for, however busy the machine is."""
     model = EmulatedCompute(Cost(token=0.01), 0.03, 0.0).emulate(build_model(small(tmp_path), items=40))
-    inputs = RetrievalInputs({}, JaggedLayout(torch.tensor([0, 4, 12])), None)
+    inputs = SimpleNamespace(layout=JaggedLayout(torch.tensor([0, 4, 12])))
     rows = {"item": Rows(torch.zeros(12, 8, requires_grad=True), torch.arange(12))}
     begin = time.monotonic()
     loss = model(inputs, rows)

@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 
 from freescale.cli.main import main
+from freescale.data.dataset import MANIFEST_FILE, Manifest, parse_manifest
 
 LOG = ["--user", "user", "--item", "item", "--time", "time"]
 HEADER = "user,item,time\n"
@@ -22,6 +23,27 @@ def rows(target: Path) -> list[dict[str, Any]]:
     result = pl.read_parquet(sorted(target.glob("part-*.parquet"))).to_dicts()
     named = ("item_id", "candidate_id")
     return [{name: [keys[i] for i in v] if name in named else v for name, v in row.items()} for row in result]
+
+
+def manifest(target: Path) -> Manifest:
+    """Manifest of a data set."""
+    return parse_manifest((target / MANIFEST_FILE).read_bytes(), str(target))
+
+
+def named_rows(target: Path) -> list[dict[str, Any]]:
+    """Rows of a data set in log order, with original keys of items and features."""
+    features = manifest(target).features
+    keys = {name: pl.read_parquet(target / f"vocabulary-{name}.parquet")["key"].to_list() for name in features}
+    assert {name: len(known) for name, known in keys.items()} == features
+    keys |= {f"candidate_{name}": known for name, known in keys.items()}
+    return [{n: named(v, keys[n]) if n in keys else v for n, v in row.items()} for row in rows(target)]
+
+
+def named(value: Any, keys: list[str]) -> Any:
+    """Ids, or nested lists of them, as their keys."""
+    if value is None:
+        return None
+    return [named(part, keys) for part in value] if isinstance(value, list) else keys[value]
 
 
 def histories(

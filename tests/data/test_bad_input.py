@@ -214,11 +214,11 @@ def test_every_damaged_file_is_detected(tmp_path: Path, whole_form: bool) -> Non
         victim.write_bytes(damage(victim.read_bytes(), rng))
         detected = False
         try:
-            list(loader(folder, features=("rating", "age"), workers=int(rng.integers(3))))
+            list(loader(folder, columns=("rating", "age"), workers=int(rng.integers(3))))
         except DataError as error:
             detected = bool(error.what and error.where and error.remedy)
         if victim.name != "manifest.json" and detected:
-            source = loader(folder, features=("rating", "age"), on_bad="skip")
+            source = loader(folder, columns=("rating", "age"), on_bad="skip")
             kept = sum((ids(batch) for batch in source), [])
             detected = source.dataset.quarantine.rows > 0 and len(kept) == 640 - source.dataset.quarantine.rows
         if not detected:
@@ -249,7 +249,7 @@ def test_every_flipped_byte_of_a_data_set_is_detected(tmp_path: Path, whole_form
         for at in range(0, len(whole), 1 if whole_form else 5):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
             try:
-                list(loader(tmp_path / "data", features=("rating", "age")))
+                list(loader(tmp_path / "data", columns=("rating", "age")))
                 unseen.append((file.name, at))
             except DataError:
                 pass

@@ -30,7 +30,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, table: pa.Table) -> Path:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_feature_stays_with_its_sample(dataset: Path, table: pa.Table, order: str, workers: int) -> None:
     seen = 0
-    for batch in loader(dataset, order=order, workers=workers, features=("rating", "age")):
+    for batch in loader(dataset, order=order, workers=workers, columns=("rating", "age")):
         offsets = batch.history.offsets.tolist()
         assert batch.candidates is not None
         offered = batch.candidates.offsets.tolist()
@@ -52,7 +52,7 @@ def test_only_requested_columns_are_read(dataset: Path) -> None:
     batch = next(iter(loader(dataset)))
     assert set(batch.history.features) == {"item_id", "timestamp"}
     assert set(batch.scalars) == {"user_id"}
-    narrow, wide = loader(dataset), loader(dataset, features=("rating",))
+    narrow, wide = loader(dataset), loader(dataset, columns=("rating",))
     for each in (narrow, wide):
         for _ in each:
             pass
@@ -114,7 +114,7 @@ def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) 
     assert np.array_equal(got[known], raw[known])
     assert set(got[~known]) <= {60, 61, 62, 63}
     assert len(set(got[~known])) == 4
-    assert source.unknown_items == (~known).sum()
+    assert source.unknown["item_id"] == (~known).sum()
     assert source.vocabulary.rows == 64
     assert "mapped to 4 shared rows" in " ".join(source.report())
     again = ItemVocabulary(60, 4).map_unknown(raw)[0]

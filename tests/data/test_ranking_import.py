@@ -150,11 +150,11 @@ def test_plain_parquet_histories_are_copied_unchanged(tmp_path: Path) -> None:
     pq.write_table(table.slice(2), tmp_path / "plain" / "b.parquet")
     words = ["data", "import", "histories", str(tmp_path / "plain"), str(tmp_path / "data")]
     assert main([*words, "--features", "rating", "age"]) == 0
-    read = loader(tmp_path / "data", features=("rating", "age"), order="log")
+    read = loader(tmp_path / "data", columns=("rating", "age"), order="log")
     largest = max(sum(table["item_id"].to_pylist() + table["candidate_id"].to_pylist(), []))
     assert read.vocabulary.items == largest + 1
     (batch,) = read
-    (expected,) = loader(tmp_path / "plain", features=("rating", "age"), order="log")
+    (expected,) = loader(tmp_path / "plain", columns=("rating", "age"), order="log")
     for some, other in ((batch.history, expected.history), (batch.candidates, expected.candidates)):
         assert some is not None
         assert other is not None

@@ -1,9 +1,12 @@
 """A data set is complete or absent, is read once over all ranks, and can be read from any address."""
 
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -113,7 +116,9 @@ def test_an_existing_data_set_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_manifest_round_trips_and_damage_is_refused(tmp_path: Path) -> None:
-    made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, note='odd "name" \u00e9')
+    words = {"note": 'odd "name" \u00e9', "features": {"rating": 7, "g\u00e9nre": 0}}
+    made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, **words)
+    assert made.features == words["features"]
     raw = dataset.dump_manifest(made)
     assert dataset.parse_manifest(raw, "here") == made
     for damaged in (
@@ -126,6 +131,23 @@ def test_a_manifest_round_trips_and_damage_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match="manifest"):
             dataset.parse_manifest(damaged, "here")
+
+
+@pytest.mark.parametrize("features", [{"a": -1}, {"a": 2**63}, {"a": 1.5}, {"a": "1"}, [[1, 2]], 5, None])
+def test_implausible_sizes_of_vocabularies_are_refused(tmp_path: Path, features: object) -> None:
+    made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3)
+    body = json.loads(dataset.dump_manifest(made))["data"] | {"features": features}
+    sealed = {"freescale": dataset.MANIFEST_VERSION, "crc": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
+    with pytest.raises(DataError, match="the manifest is damaged"):
+        dataset.parse_manifest(json.dumps(sealed | {"data": body}).encode(), "here")
+
+
+def test_sets_of_ids_are_written_as_nested_lists_without_loss(tmp_path: Path) -> None:
+    tags = pa.array([[[1, 2], None, []], [[3]]], pa.list_(pa.list_(pa.int64())))
+    table = pa.table({"user_id": [0, 1], "item_id": [[5, 6, 7], [8]], "timestamp": [[1, 2, 3], [4]], "tags": tags})
+    made = write_dataset(tmp_path / "data", table, rows_per_group=1, features={"tags": 4})
+    assert made.events == 4
+    assert pa.concat_tables(map(pq.read_table, sorted((tmp_path / "data").glob("*.parquet")))).equals(table)
 
 
 def test_written_pages_have_checksums_and_plain_files_without_are_reported(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Batches for attention, and the comparison of an implementation with the reference."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -15,11 +17,20 @@ SCALE = 50.0
 LONGEST = 700
 
 
-def layout_of(lengths: Sequence[int], candidates: Sequence[int] | None = None) -> JaggedLayout:
+class Batch(NamedTuple):
+    """Lengths of samples, the candidates among their tokens, and the anchors of all candidates."""
+
+    lengths: list[int]
+    candidates: list[int] | None = None
+    anchors: list[int] | None = None
+
+
+def layout_of(
+    lengths: Sequence[int], candidates: Sequence[int] | None = None, anchors: Sequence[int] | None = None
+) -> JaggedLayout:
     """Build samples whose events and queries have their own times."""
-    layout = JaggedLayout(
-        torch.tensor([0, *lengths]).cumsum(0), None if candidates is None else torch.tensor(candidates)
-    )
+    counts, limits = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in (candidates, anchors))
+    layout = JaggedLayout(torch.tensor([0, *lengths]).cumsum(0), counts, anchors=limits)
     event = layout.position * 977 + layout.position**2
     return replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
 
@@ -36,7 +47,8 @@ def inputs(
     q, k, v = (drawn(layout.tokens, heads, width) for _ in range(3))
     assert layout.times is not None
     times = layout.times
-    return AttentionInputs(q, k, v, layout.spans, times.query, times.event, drawn(longest), drawn(TIME_BUCKETS), SCALE)
+    biases = drawn(longest), drawn(TIME_BUCKETS)
+    return AttentionInputs(q, k, v, layout.spans, layout.limits, times.query, times.event, *biases, SCALE)
 
 
 def upstream(like: Tensor) -> Tensor:
@@ -85,13 +97,28 @@ def require_close(
     assert all(error <= within for error in found.values()), found
 
 
+def random_anchors(lengths: Sequence[int], candidates: Sequence[int], seed: int) -> list[int]:
+    """Draw ascending anchors, many of them equal, or 0, or the whole history."""
+    rng, anchors = random.Random(seed), []
+    for length, count in zip(lengths, candidates, strict=True):
+        history = length - count
+        anchors += sorted(rng.choice([0, history // 2, history, rng.randint(0, history)]) for _ in range(count))
+    return anchors
+
+
 @st.composite
-def batches(draw: st.DrawFn, *, edges: Sequence[int], most: int, samples: int) -> tuple[list[int], list[int] | None]:
-    """Draw lengths and candidates: few and many, 0 and 1, around block boundaries, one long sample among short ones."""
+def batches(draw: st.DrawFn, *, edges: Sequence[int], most: int, samples: int) -> Batch:
+    """Draw lengths and candidates: few and many, 0 and 1, around block boundaries, one long sample among short ones.
+
+    Candidates see the whole history, or as much as their anchors say.
+    """
     short = st.integers(0, 12)
     length = st.one_of(short, st.sampled_from(edges), st.integers(0, most))
     lengths = draw(
         st.one_of(st.lists(length, max_size=samples), st.tuples(st.just(most), short, short, short).map(list))
     )
     share = draw(st.sampled_from([None, 0.0, 0.2, 1.0]))
-    return lengths, None if share is None else [int(share * n) for n in lengths]
+    if share is None:
+        return Batch(lengths)
+    candidates, seed = [int(share * n) for n in lengths], draw(st.one_of(st.none(), st.integers(0, 99)))
+    return Batch(lengths, candidates, None if seed is None else random_anchors(lengths, candidates, seed))

@@ -15,10 +15,9 @@ from freescale.models.attention.blocks import TorchPairs
 from freescale.models.attention.reference import AttentionProblem
 from freescale.models.encoders import HSTU, RelativeBias, SASRec
 from freescale.models.jagged import length_buckets, time_bucket, time_bucket_table
-from tests.models.attention_cases import LONGEST, batches, inputs, layout_of, require_close, upstream
+from tests.models.attention_cases import LONGEST, Batch, batches, inputs, layout_of, require_close, upstream
 
 EDGES = [127, 128, 129, 256, 600]
-Batch = tuple[list[int], list[int] | None]
 
 
 @settings(max_examples=40)
@@ -59,7 +58,7 @@ def test_torch_operators_are_used_without_a_compiler_and_the_reason_is_logged(
     blocks.load_library.cache_clear()
     try:
         assert blocks.load_library() == "no C compiler was found"
-        layout = layout_of([130, 5], [0, 2])
+        layout = layout_of([130, 5, 70], [0, 2, 30], [1, 3, *range(0, 40, 2), *[40] * 10])
         x = inputs(layout, heads=2, width=4, dtype=torch.float32)
         assert isinstance(blocks.select_pairs(x), TorchPairs)
         assert "because no C compiler was found; C code takes a third of the time" in caplog.text
@@ -72,6 +71,13 @@ def test_a_sample_longer_than_the_position_bias_is_refused() -> None:
     layout = layout_of([40])
     with pytest.raises(DataError, match="39 positions apart, but the position bias has 30"):
         blocks.forward(inputs(layout, heads=1, width=4, dtype=torch.float32, longest=30))
+
+
+@pytest.mark.parametrize("anchor", [-1, 11])
+def test_an_anchor_outside_of_its_history_is_refused(anchor: int) -> None:
+    layout = layout_of([12, 9], [2, 0], [4, anchor])
+    with pytest.raises(DataError, match="fewer than 0 tokens, or more than its history"):
+        blocks.forward(inputs(layout, heads=1, width=4, dtype=torch.float32))
 
 
 def test_nan_in_one_sample_does_not_reach_other_samples() -> None:
@@ -99,9 +105,10 @@ def test_softmax_attention_equals_the_reference(batch: Batch, heads: int) -> Non
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("anchors", [None, [0, 4, 9]])
 @pytest.mark.parametrize("kind", ["hstu", "softmax"])
-def test_a_token_attends_to_itself_and_the_past_but_to_no_other_candidate(kind: str) -> None:
-    layout = layout_of([4, 12], [0, 3])
+def test_a_token_attends_to_itself_and_the_past_but_to_no_other_candidate(kind: str, anchors: list[int] | None) -> None:
+    layout = layout_of([4, 12], [0, 3], anchors)
     x = inputs(layout, heads=1, width=8)
     v = x.v.requires_grad_()
     if kind == "hstu":
@@ -112,19 +119,20 @@ def test_a_token_attends_to_itself_and_the_past_but_to_no_other_candidate(kind: 
     for query in range(12):
         (gradient,) = torch.autograd.grad(out[4 + query].sum(), v, retain_graph=True)
         read = (gradient.abs().sum((1, 2)) > 0).nonzero().flatten().tolist()
-        assert read == [4 + key for key in range(12) if (key <= query and key < 9) or key == query]
+        seen = query if query < 9 else (anchors or [9] * 3)[query - 9]
+        assert read == [4 + key for key in range(12) if key < seen or key == query]
 
 
 def test_operators_pass_opcheck() -> None:
-    layout = layout_of([5, 0, 33], [2, 0, 3])
+    layout = layout_of([5, 0, 33], [2, 0, 3], [0, 3, 5, 20, 30])
     x = inputs(layout, heads=2, width=4)
     learnt = {"q", "k", "v", "position", "time"}
     x = x._replace(**{name: getattr(x, name).requires_grad_() for name in learnt})
     calls = [
         (operators.hstu_operator, tuple(x)),
         (operators.hstu_operator_backward, (upstream(x.v), *(one.detach() for one in x[:-1]), x.scale)),
-        (operators.softmax_operator, tuple(x[:4])),
-        (operators.softmax_operator_backward, (upstream(x.v), *(one.detach() for one in x[:4]))),
+        (operators.softmax_operator, tuple(x[:5])),
+        (operators.softmax_operator_backward, (upstream(x.v), *(one.detach() for one in x[:5]))),
     ]
     for operator, args in calls:
         results = torch.library.opcheck(operator, args)
@@ -141,7 +149,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_results(kind: str, whole_fo
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     for lengths in ([5, 0, 33], [130, 2]):
         layout = layout_of(lengths)
-        layout.embedding_position, layout.spans  # noqa: B018  worked out before, as a batch's preparation does
+        layout.limits, layout.spans  # noqa: B018  worked out before, as a batch's preparation does
         x = torch.randn(layout.tokens, 8, dtype=torch.float64, requires_grad=True)
         results = []
         for run in (model, compiled):
@@ -154,8 +162,9 @@ def test_a_compiled_model_is_one_graph_with_the_same_results(kind: str, whole_fo
 
 
 def test_the_flops_of_attention_are_those_that_torch_counts_over_visible_pairs() -> None:
-    problem = AttentionProblem.random([4, 3], heads=2, width=4, dtype=torch.float64, device=torch.device("cpu"))
-    visible, all_pairs = 4 * 5 // 2 + 3 * 4 // 2, 4 * 4 + 3 * 3
+    form = {"heads": 2, "width": 4, "dtype": torch.float64, "device": torch.device("cpu")}
+    problem = AttentionProblem.random([4, 5], candidates=[0, 2], anchors=[1, 3], **form)  # type: ignore[arg-type]
+    visible, all_pairs = 4 * 5 // 2 + 3 * 4 // 2 + (1 + 1) + (3 + 1), 4 * 4 + 5 * 5
     with FlopCounterMode(display=False) as counter:  # the reference multiplies by the invisible pairs as well
         problem.run(reference.hstu_attention)
     assert problem.flops * all_pairs == counter.get_total_flops() * visible

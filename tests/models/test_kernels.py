@@ -15,15 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freescale.models.attention.triton_launch import attention_schedule, schedule_tiles, split_into_blocks
-from freescale.models.jagged import is_visible
-from tests.models.attention_cases import batches, errors, inputs, layout_of, upstream
+from freescale.models.attention.triton_launch import TileSchedule, attention_schedule, schedule_tiles, split_into_blocks
+from freescale.models.jagged import JaggedLayout, is_visible
+from tests.models.attention_cases import Batch, batches, errors, inputs, layout_of, upstream
 from tests.support.vgpu import standins
 
 SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
 """Heads and widths of the recipes."""
 EDGES = [31, 32, 33, 63, 64, 65, 96]
-Batch = tuple[list[int], list[int] | None]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def by_kernels(batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.
 
     torch.set_num_threads(1)
     layout = layout_of(*batch)
-    x = inputs(layout, heads=heads, width=width, dtype=dtype, longest=max([1, *batch[0]]))
+    x = inputs(layout, heads=heads, width=width, dtype=dtype, longest=max([1, *batch.lengths]))
     return errors(triton_launch.forward(x), triton_launch.backward(x, upstream(x.v)), x, layout)
 
 
@@ -67,9 +66,11 @@ def test_kernels_equal_the_reference_on_one_long_sample_among_short_ones(
     interpreter: ProcessPoolExecutor, whole_form: bool
 ) -> None:
     lengths = [4097, 1, 0, 3] if whole_form else [290, 1, 0, 3]
-    cases: list[Batch] = [
-        (lengths, None),
-        (lengths, [share * n // 4 for n, share in zip(lengths, (1, 1, 0, 2), strict=True)]),
+    far = lengths[0] - 20  # anchors are further apart than a band of distances, or close together
+    cases = [
+        Batch(lengths),
+        Batch(lengths, [share * n // 4 for n, share in zip(lengths, (1, 1, 0, 2), strict=True)]),
+        Batch(lengths, [20, 0, 0, 2], [0, 0, 1, *range(far // 3, far // 3 + 12), *[far - 70] * 3, far - 1, far, 0, 1]),
     ]
     for found in [interpreter.submit(by_kernels, batch, 1, 32) for batch in cases]:
         require_within(found.result(), 1e-5)
@@ -77,7 +78,7 @@ def test_kernels_equal_the_reference_on_one_long_sample_among_short_ones(
 
 def test_kernels_equal_the_reference_in_fp16(interpreter: ProcessPoolExecutor) -> None:
     """bf16 runs the same code, but the interpreter of Triton 3.9 multiplies its bits instead of its values."""
-    require_within(interpreter.submit(by_kernels, ([130, 7], [9, 2]), 1, 32, torch.float16).result(), 1e-3)
+    require_within(interpreter.submit(by_kernels, Batch([130, 7], [9, 2]), 1, 32, torch.float16).result(), 1e-3)
 
 
 def sums_of_halves(length: int) -> dict[str, tuple[float, float]]:
@@ -120,32 +121,56 @@ def test_kernels_accumulate_fp16_in_fp32(interpreter: ProcessPoolExecutor) -> No
 @given(batch=batches(edges=EDGES, most=900, samples=12), programs=st.integers(1, 40))
 def test_every_visible_tile_is_scheduled_once_and_evenly(batch: Batch, programs: int) -> None:
     layout, block = layout_of(*batch), 32
-    if not batch[0]:
+    if not batch.lengths:
         return
-    work = attention_schedule(layout.spans, layout.tokens, block, programs)
+    work = attention_schedule(layout.spans, layout.limits, block, programs)
     for dealt, by_row in ((work.rows, True), (work.columns, False)):
-        met: dict[tuple[int, int, int], int] = {}
-        for sample, place, begin, end, _ in dealt.items.flatten(0, 1).tolist():
-            for tile in range(begin, end) if sample >= 0 else ():
-                met[sample, place, tile] = met.get((sample, place, tile), 0) + 1
-        assert set(met.values()) <= {1}
-        assert len(met) == sum(seen_tiles(length, history, block) for _, length, history in layout.spans.tolist())
+        assert sorted(visited_tiles(dealt, by_row=by_row)) == visible_tiles(layout, block)
         items = dealt.items
         loads = ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1)
         assert loads.max() <= 1.25 * loads.double().mean() + 1, by_row
 
 
-def seen_tiles(length: int, history: int, block: int) -> int:
-    """Count the tiles of a sample with a visible pair, pair by pair."""
-    places = torch.arange(-(-length // block) * block)
-    seen = is_visible(places[:, None], places[None, :], torch.tensor(history)) & (places[:, None] < length)
-    return int(seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1).sum())
+def visited_tiles(schedule: TileSchedule, *, by_row: bool) -> list[tuple[int, int, int]]:
+    """Return sample, block of queries and block of keys of all tiles, as the kernels read them from a schedule."""
+    tiles = []
+    for sample, block, begin, end, _, near, jump in schedule.items.flatten(0, 1).tolist():
+        for tile in range(begin, end) if sample >= 0 else ():
+            other = tile + (0 if tile < near else jump)
+            tiles.append((sample, block, other) if by_row else (sample, block + other, block))
+    return tiles
+
+
+def visible_tiles(layout: JaggedLayout, block: int) -> list[tuple[int, int, int]]:
+    """Return the tiles with a visible pair, pair by pair."""
+    tiles = []
+    for sample, (first, length, _) in enumerate(layout.spans.tolist()):
+        place, limit = torch.arange(length), layout.limits[first : first + length]
+        seen = is_visible(place[:, None], place[None, :], limit[:, None]).nonzero() // block
+        tiles += [(sample, *tile) for tile in seen.unique(dim=0).tolist()]
+    return tiles
+
+
+def test_anchors_out_of_order_cost_tiles_but_lose_none() -> None:
+    layout = layout_of([300], [100], [180] * 40 + [3] * 60)
+    work = attention_schedule(layout.spans, layout.limits, 32, 8)
+    for schedule, by_row in ((work.rows, True), (work.columns, False)):
+        assert set(visited_tiles(schedule, by_row=by_row)) >= set(visible_tiles(layout, 32))
+
+
+def test_the_schedule_follows_the_limits_of_a_batch_that_has_the_same_spans() -> None:
+    whole, anchored = layout_of([300], [100]), layout_of([300], [100], [3] * 100)
+    counts = [
+        len(visited_tiles(attention_schedule(whole.spans, limits, 32, 8).columns, by_row=False))
+        for limits in (whole.limits, anchored.limits, whole.limits)
+    ]
+    assert counts[0] == counts[2] > counts[1]
 
 
 def test_parts_of_a_split_block_are_joined_once_each() -> None:
     layout = layout_of([2000, 5])
-    blocks = split_into_blocks(layout.spans, tokens=layout.tokens, block_size=32)
-    dealt = schedule_tiles(blocks, blocks.row_tiles, programs=64)
+    blocks = split_into_blocks(layout.spans, layout.limits, block_size=32)
+    dealt = schedule_tiles(blocks, blocks.rows, programs=64)
     slots = dealt.items[..., 4][dealt.items[..., 0] >= 0]
     joined = [
         slot + part
@@ -173,7 +198,7 @@ def compared_with_stand_in(batch: Batch) -> tuple[dict[str, float], dict[str, in
         setattr(triton_kernels, name, Counting(getattr(triton_kernels, name)))
     torch.set_num_threads(1)
     layout = layout_of(*batch)
-    x = inputs(layout, heads=2, width=25, longest=max(batch[0]), dtype=torch.float32)
+    x = inputs(layout, heads=2, width=25, longest=max(batch.lengths), dtype=torch.float32)
     launches = [0]
     result = {"forward": triton_launch.forward(x) - blocks.forward(x)}
     launches.append(0)
@@ -186,7 +211,7 @@ def compared_with_stand_in(batch: Batch) -> tuple[dict[str, float], dict[str, in
 def test_the_stand_in_on_virtual_gpus_computes_what_the_kernels_do_and_counts_their_launches(
     interpreter: ProcessPoolExecutor,
 ) -> None:
-    differences, launches = interpreter.submit(compared_with_stand_in, ([65, 3, 130], None)).result()
+    differences, launches = interpreter.submit(compared_with_stand_in, Batch([65, 3, 130])).result()
     assert max(differences.values()) < 1e-4, differences
     counted = {entry.replaces.rpartition(".")[2]: entry.launches for entry in standins.TABLE if entry.launches}
     assert counted == launches

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.config import DataConfig, ModelConfig, RunConfig
+from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig
 from freescale.data.batch import Batch, Events
 from freescale.models.encoders import HSTU, SASRec
+from freescale.models.heads import multi_task_loss
 from freescale.models.jagged import EventTimes, JaggedLayout
 from freescale.models.keyed import Keys, splitmix64
-from freescale.models.ranking import binary_cross_entropy_sum
 from freescale.models.retrieval import Retrieval, sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of
 
@@ -49,6 +49,34 @@ def test_a_sample_has_the_same_result_alone_and_in_a_batch_with_dropout(
     torch.testing.assert_close(together[begin:end], alone, rtol=1e-10, atol=1e-12)
 
 
+EVENLY_SPACED = list(range(6, 121, 6))
+EQUAL_AND_EMPTY = [0, 0, 1, *[119] * 9, *[120] * 8]
+
+
+@pytest.mark.parametrize("anchors", [EVENLY_SPACED, EQUAL_AND_EMPTY], ids=["evenly spaced", "equal and empty"])
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+def test_the_targets_of_one_history_have_the_results_of_separate_samples_with_dropout(
+    kind: str, anchors: list[int]
+) -> None:
+    """Separate samples: the history up to each anchor, and the targets with that anchor."""
+    model, history, generator = encoder(kind), 120, torch.Generator().manual_seed(1)
+    event = torch.randint(10**6, (history + 20,), generator=generator).sort().values
+    query, anchor = event + torch.randint(999, event.shape, generator=generator), torch.tensor(anchors)
+    together = JaggedLayout(torch.tensor([0, len(event)]), torch.tensor([20]), EventTimes(event, query), anchor)
+    distinct, counts = anchor.unique(return_counts=True)
+    index = torch.cat([token for a in distinct for token in (torch.arange(a), history + (anchor == a).nonzero()[:, 0])])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (distinct + counts).cumsum(0)])
+    separate = JaggedLayout(offsets, counts, EventTimes(event[index], query[index]))
+    x, results = inputs(together, DIM), []
+    for layout, tokens in ((together, torch.arange(len(event))), (separate, index)):
+        keys = Keys.from_layout(layout, torch.full_like(layout.lengths, 77), seed=1, step=9)
+        out = model(x[tokens], layout, keys)[tokens >= history]
+        loss = (out * torch.arange(out.numel()).view_as(out).cos()).sum()
+        results.append([out, *torch.autograd.grad(loss, [x, *model.parameters()], materialize_grads=True)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 def test_a_token_does_not_depend_on_the_future_or_other_candidates(kind: str) -> None:
     model, layout = encoder(kind), layout_of([12], [3])
@@ -77,6 +105,16 @@ def test_keyed_randomness_depends_on_sample_seed_step_and_salt_only() -> None:
     ]
     for other in others:
         assert (a == other).float().mean() < 0.02
+
+
+def test_candidates_have_the_keys_of_their_position_after_the_history() -> None:
+    whole, plain, empty = layout_of([6, 4], [2, 3]), layout_of([6, 4]), layout_of([0], [0], [])
+    explicit, anchored = layout_of([6, 4], [2, 3], [4, 4, 1, 1, 1]), layout_of([6, 4], [2, 3], [0, 3, 0, 0, 1])
+    assert torch.equal(whole.key_position, plain.position)
+    assert torch.equal(whole.limits, explicit.limits)
+    assert torch.equal(explicit.key_position, plain.position)
+    assert anchored.key_position.tolist() == [0, 1, 2, 3, 0, 3, 0, 0, 1, 1]
+    assert empty.key_position.tolist() == empty.limits.tolist() == []
 
 
 def test_keyed_dropout_has_its_probability_and_keeps_the_mean() -> None:
@@ -147,7 +185,7 @@ def test_an_event_is_queried_at_the_time_of_the_next_event_of_its_own_sample() -
 def test_binary_cross_entropy_is_summed_over_tasks() -> None:
     logits, labels = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     each = -(labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log())
-    assert binary_cross_entropy_sum(logits, labels).item() == pytest.approx(each.sum().item(), rel=1e-6)
+    assert multi_task_loss(logits, labels, TaskConfig()).item() == pytest.approx(each.sum().item(), rel=1e-6)
 
 
 def test_the_order_of_candidates_does_not_matter() -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 _IMPORTS = (
     *("torchrec", "pyarrow.parquet", "pyarrow.compute", "rich.console", "rich.table", "tyro"),
-    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data"),
+    *("freescale.train.build", "freescale.cli.simulate", "freescale.cli.report", "freescale.cli.data_stats"),
 )
 _CANNOT_FLUSH = 120
 """As Python's."""

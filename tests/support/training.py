@@ -72,6 +72,7 @@ def chosen(batch: Batch, index: list[int]) -> Batch:
         history=history,
         candidates=events(batch.candidates),
         targets=events(batch.targets),
+        sets={name: taken for name, of in batch.sets.items() if (taken := events(of)) is not None},
     )
 
 
@@ -85,7 +86,7 @@ def placed(
     """Train on global batches whose samples are placed by a rule; gives this rank's losses and what it holds."""
     trainer = build(config, joined(world), Path(folder), model=model)
     losses, rates = [], LearningRates(dense=config.train.lr, tables=config.tables.lr)
-    epochs = itertools.repeat(list(Loader(config.data, seed=config.seed)))
+    epochs = itertools.repeat(list(Loader.from_run(config)))
     shares = [_share(one, place, world) for one in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     for batch, following in itertools.zip_longest(shares, shares[1:]):
         losses.append(trainer.components.step.run(batch, rates, following=following).loss)
@@ -118,7 +119,7 @@ def gradients(world: World, config: RunConfig, folder: str, place: str) -> tuple
         update(route, arrived, **more)
 
     tables.update = keep_rows  # type: ignore[method-assign]
-    batch = next(iter(Loader(config.data, seed=config.seed)))
+    batch = next(iter(Loader.from_run(config)))
     state = trainer.components.step.run(_share(batch, place, world), LearningRates(dense=0.1, tables=0.1))
     trainer.components.step.synchronize()
     return state.loss, {name: value.numpy() for name, value in found.items()}

@@ -2,7 +2,7 @@
 
 A counted cost is in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for
 every sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
-candidates sees the history and itself, which adds C (L + 1).
+candidates sees the history and itself, which adds C (L + 1); candidates with anchors add the sum of the anchors and C.
 
 `random_batches` estimates by Monte Carlo how long ranks wait for the slowest one. The straggler share is the paper's:
 mean idle time of a rank over the time of the iteration, 1 - mean / max.
@@ -60,9 +60,9 @@ class Cost:
         """Cost of a sample, of a token, of a pair."""
         return self.sample, self.token, self.pair
 
-    def of(self, lengths: ArrayLike, candidates: ArrayLike = 0) -> Floats:
-        """Return the cost of each sample."""
-        tokens, pairs = sizes(lengths, candidates)
+    def of(self, lengths: ArrayLike, candidates: ArrayLike = 0, visible: ArrayLike | None = None) -> Floats:
+        """Return the cost of each sample; the arguments are those of `sizes`."""
+        tokens, pairs = sizes(lengths, candidates, visible)
         return self.summed(1, tokens, pairs) if self.power is None else tokens**self.power
 
     def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> Floats:
@@ -72,11 +72,15 @@ class Cost:
         return self.sample * np.asarray(samples) + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
 
 
-def sizes(lengths: ArrayLike, candidates: ArrayLike = 0) -> tuple[Floats, Floats]:
-    """Return the tokens of each sample, and the pairs of tokens that attend to each other."""
+def sizes(lengths: ArrayLike, candidates: ArrayLike = 0, visible: ArrayLike | None = None) -> tuple[Floats, Floats]:
+    """Return the tokens of each sample, and the pairs of tokens that attend to each other.
+
+    `visible`: the sum of the anchors of each sample. By default every candidate sees the whole history.
+    """
     history = np.asarray(lengths, dtype=np.float64)
     candidate = np.asarray(candidates, dtype=np.float64)
-    return history + candidate, history * (history + 1) / 2 + candidate * (history + 1)
+    seen = candidate * history if visible is None else np.asarray(visible, dtype=np.float64)
+    return history + candidate, history * (history + 1) / 2 + seen + candidate
 
 
 _TERMS = 4

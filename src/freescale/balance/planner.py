@@ -44,6 +44,7 @@ class Planner:
         hosts: Ints | None = None,
         is_rank_zero: bool = False,
         compute: Compute = "jagged",
+        anchored: bool = False,
     ) -> None:
         self.cost_model = CostModel(cost)
         self.stopwatch = Stopwatch() if rules.adapt else None
@@ -57,6 +58,7 @@ class Planner:
             "tolerance": rules.tolerance,
         }
         self._compute: Compute = compute
+        self._anchored = anchored  # candidates see half of the history in the mean
         self._sums = np.zeros(4)
 
     def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
@@ -65,7 +67,8 @@ class Planner:
         candidates = lengths.get("candidates", np.zeros_like(history))
         cost_model = self.cost_model
         try:
-            costs, tokens = cost_model.cost.of(history, candidates), history + candidates
+            visible = candidates * history / 2 if self._anchored else None
+            costs, tokens = cost_model.cost.of(history, candidates, visible), history + candidates
             speeds, compute = cost_model.speeds, self._compute
             placement = assign(costs, source_rank, tokens=tokens, speeds=speeds, compute=compute, **self._limits)
         except ValueError as error:
@@ -146,9 +149,11 @@ class Stopwatch:
         self._sums = np.zeros(SUMS, dtype=np.int64)
         self._lock, self._warm = threading.Lock(), False
 
-    def record_samples(self, step: int, lengths: ArrayLike, candidates: ArrayLike) -> None:
-        """Record the samples of a step by their lengths."""
-        tokens, pairs = sizes(lengths, candidates)
+    def record_samples(
+        self, step: int, lengths: ArrayLike, candidates: ArrayLike, visible: ArrayLike | None = None
+    ) -> None:
+        """Record the samples of a step by their lengths. `visible`: see `cost.sizes`."""
+        tokens, pairs = sizes(lengths, candidates, visible)
         self._pending[step] = len(tokens), int(tokens.sum()), int(pairs.sum())
 
     def record_time(self, step: int, nanoseconds: int) -> None:

@@ -22,7 +22,7 @@ from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.errors import UsageError
 from freescale.models.protocol import Inputs, Model, Rows
-from freescale.train.sharded_model import SequenceModule, build_model, build_optimizer
+from freescale.train.sharded_model import SequenceModule, build_model_for, build_optimizer
 from freescale.transport.world import World
 
 _STAGES = 8
@@ -120,9 +120,9 @@ class EmulatedCompute:
 
 def calibrate_compute(config: RunConfig, world: World) -> EmulatedCompute:
     """Measure the model step by step on rank 0 and share the result with all ranks."""
-    loader = Loader(config.data, seed=config.seed, rank=0, world_size=world.world_size)
+    loader = Loader.from_run(config, world_size=world.world_size)
     batches = list(itertools.islice(loader, _CALIBRATION_STEPS)) if world.is_rank_zero else []
-    model, seconds = build_model(config, items=loader.vocabulary.rows), []
+    model, seconds = build_model_for(config, loader), []
     for _ in range(_REPEATS):
         seconds.append(compute_only_seconds(config, world, model, batches))
         world.transport.sum(0, name="calibration")  # shows the waiting ranks that rank 0 makes progress

@@ -26,7 +26,7 @@ from freescale.models.protocol import Model
 from freescale.simulate.whatif import Techniques
 from freescale.train.build import build
 from freescale.train.metrics_logger import read_entries
-from freescale.train.sharded_model import build_model
+from freescale.train.sharded_model import build_model_for
 from freescale.transport.world import World
 
 PLAIN, SPARSE_DIST, PLAIN_AGAIN = "TorchRec", "TorchRec SparseDist", "TorchRec again"
@@ -150,16 +150,15 @@ def measure_steps(
     """
     compute = calibrate_compute(config, world)
     calibrated = replace(config, balance=replace(config.balance, cost=compute.cost.constants))
-    items = Loader(config.data, seed=0).vocabulary.rows
-    runs = []
+    data, runs = Loader.from_run(config), []
     for turn in range(turns):
         seeded = replace(calibrated, seed=config.seed + turn)
 
         def model(seeded: RunConfig = seeded) -> Model:
-            real = build_model(seeded, items=items)
+            real = build_model_for(seeded, data)
             return compute.emulate(real) if emulated else real
 
-        loader = Loader(seeded.data, seed=seeded.seed, rank=world.rank, world_size=world.world_size)
+        loader = Loader.from_run(seeded, rank=world.rank, world_size=world.world_size)
         compute_ms = compute_only_ms(seeded, world, model(), itertools.islice(loader, config.train.max_steps))
         for variant in VARIANTS:
             run_folder = folder / f"{turn}-{variant.replace(' ', '-')}"
@@ -215,13 +214,13 @@ def compare_losses(
     loops are compared in fp32.
     """
     losses: dict[tuple[str, str], Sequence[float]] = {}
-    items = Loader(config.data, seed=0).vocabulary.rows
+    loader = Loader.from_run(config)
     for precision, variants in LOSS_VARIANTS.items():
         train = replace(config.train, precision=precision, max_steps=steps, log_every=1)
         precise = replace(config, train=train)
         for variant in variants:
             run_folder = folder / f"{precision}-{variant.replace(' ', '-')}"
-            model = build_model(config, items=items)
+            model = build_model_for(config, loader)
             losses[precision, variant] = train_variant(variant, precise, world, run_folder, model)
             on_progress(f"{variant} in {precision}")
     return _differences(losses) if world.is_rank_zero else []

@@ -148,7 +148,7 @@ def _train_pipelined(
 
 def _batches(config: RunConfig, world: World) -> Iterator[Any]:
     """Yield the batches of this rank, epoch after epoch, as the trainer reads them."""
-    loader = Loader(config.data, seed=config.seed, rank=world.rank, world_size=world.world_size)
+    loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size)
     return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), config.train.max_steps)
 
 

@@ -30,9 +30,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "doctor": Command("doctor", "run_doctor", "check versions, devices and limits; each fault with its remedy"),
     "config": Command("train", "run_config", "print a recipe or a TOML file, whole, with overrides applied"),
-    "data import": Command("data", "run_import", "turn a public data set or an event log into histories"),
-    "data synth": Command("data", "run_synth", "generate a synthetic log of any size"),
-    "data stats": Command("data", "run_stats", "lengths, popularity, and the bubble of random batches"),
+    "data import": Command("data_import", "run_import", "turn a public data set or an event log into histories"),
+    "data synth": Command("data_synth", "run_synth", "generate a synthetic log of any size"),
+    "data stats": Command("data_stats", "run_stats", "lengths, popularity, and the bubble of random batches"),
     "train": Command("train", "run_train", "train a recipe or a config, on one rank or many"),
     "runs": Command("report", "run_list", "list the trainings here with their progress and best metric"),
     "report": Command("report", "run_report", "where the time of a training went: table, page, trace"),

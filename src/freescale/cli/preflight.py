@@ -8,6 +8,7 @@ from pathlib import Path
 from freescale import config as configs
 from freescale.checkpoint.run_folder import complete_checkpoints, is_restart, require_complete, require_start
 from freescale.data.dataset import Dataset
+from freescale.data.feature_schema import FeatureSchema
 from freescale.data.validation import Quarantine
 from freescale.errors import InstallError
 from freescale.launch import is_forked
@@ -41,5 +42,6 @@ def check_data(config: configs.RunConfig) -> None:
     if is_forked():
         return
     data = config.data
+    columns = [*data.columns, *FeatureSchema.from_config(config).columns()]
     for path in filter(None, (data.path, data.test_path)):
-        Dataset(path, features=data.features, longest=data.longest, quarantine=Quarantine(data.on_bad))
+        Dataset(path, features=columns, longest=data.longest, quarantine=Quarantine(data.on_bad))

@@ -8,7 +8,8 @@ from pathlib import Path
 from freescale.checkpoint.run_folder import RunLock
 from freescale.cli import preflight
 from freescale.cli.options import parse_run, run_parser
-from freescale.config import RECIPES, RunConfig, resolve, to_toml
+from freescale.config import RECIPES, RunConfig, override, resolve, to_toml
+from freescale.errors import UsageError
 from freescale.launch import Hosts, is_rank
 from freescale.launch.launcher import launch_ranks
 from freescale.log import info_once
@@ -23,12 +24,14 @@ _TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a fla
   srun freescale train run.toml
 """
 
-_CONFIG_HELP = f"""usage: freescale config RECIPE|FILE.toml [--FIELD VALUE ...]
+_CONFIG_HELP = f"""usage: freescale config RECIPE|FILE.toml [--from-data FOLDER] [--FIELD VALUE ...]
 
 Print the resolved config as TOML, with the meaning of each field above it. Every field can be given as a flag,
-such as --data.global-batch 64.
+such as --data.global-batch 64. --from-data proposes features, labels and their tables from the columns of a data set:
+read the proposal before you train.
 
   freescale config tiny --data.path data/kr > run.toml
+  freescale config tiny --from-data data/kr > run.toml
 
 recipes: {", ".join(RECIPES)}
 """
@@ -39,7 +42,17 @@ def run_config(argv: Sequence[str], prog: str) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_CONFIG_HELP)
         return 0
-    config = resolve(argv[0], argv[1:], prog=f"{prog} {argv[0]}")
+    source, *overrides = argv
+    if "--from-data" in overrides:
+        place = overrides.index("--from-data")
+        if place + 1 == len(overrides):
+            raise UsageError("--from-data needs the folder of a data set", remedy=f"see {prog} --help")
+        from freescale.data.feature_stats import propose_config
+
+        proposed = propose_config(resolve(source), overrides[place + 1])
+        config = override(proposed, overrides[:place] + overrides[place + 2 :], prog=f"{prog} {source}")
+    else:
+        config = resolve(source, overrides, prog=f"{prog} {source}")
     sys.stdout.write(to_toml(config, explain=True))
     return 0
 

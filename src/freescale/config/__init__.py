@@ -6,6 +6,7 @@ from freescale.config.recipes import RECIPES
 from freescale.config.schema import (
     BalanceConfig,
     DataConfig,
+    FeatureConfig,
     ModelConfig,
     RunConfig,
     TablesConfig,

@@ -47,9 +47,9 @@ def differences(before: RunConfig, after: RunConfig) -> list[ConfigDifference]:
     old = dict(_fields(before, ""))
     decays = before.train.decay != "none" or after.train.decay != "none"
     return [
-        ConfigDifference(key, old[key], value, changes_result=_changes_result(key, decays=decays))
+        ConfigDifference(key, old.get(key), value, changes_result=_changes_result(key, decays=decays))
         for key, value in _fields(after, "")
-        if value != old[key]
+        if value != old.get(key)
     ]
 
 
@@ -62,7 +62,11 @@ def _changes_result(key: str, *, decays: bool) -> bool:
 def _fields(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, dict):
+            yield f"{prefix}{field.name}", tuple(value)
+            for name, part in value.items():
+                yield from _fields(part, f"{prefix}{field.name}.{name}.")
+        elif dataclasses.is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value

@@ -91,12 +91,18 @@ def _sections(node: Any, path: tuple[str, ...], *, explain: bool) -> list[str]:
     title = notes.get("", [])
     lines = ["", *title, f"[{'.'.join(path)}]"] if path else [*title, *([""] if explain else [])]
     for name, value in fields:
-        if not dataclasses.is_dataclass(value):
+        if not _is_section(value):
             lines += [*notes.get(name, []), f"{name} = {toml_value(value)}"]
     for name, value in fields:
-        if dataclasses.is_dataclass(value):
-            lines += _sections(value, (*path, name), explain=explain)
+        for inner, section in value.items() if isinstance(value, dict) else [("", value)]:
+            if dataclasses.is_dataclass(section):
+                lines += _sections(section, (*path, name, inner) if inner else (*path, name), explain=explain)
     return lines
+
+
+def _is_section(value: object) -> bool:
+    """Whether a field is a TOML table, or a group of named ones."""
+    return isinstance(value, dict) or dataclasses.is_dataclass(value)
 
 
 def toml_value(value: object) -> str:
@@ -133,6 +139,10 @@ class _TomlReader:
             if not isinstance(value, dict):
                 raise self._mistyped(path, value, "a table")
             return self.read(kind, value, path)  # type: ignore[arg-type]
+        if get_origin(kind) is dict:
+            if not isinstance(value, dict):
+                raise self._mistyped(path, value, "tables")
+            return {name: self._value(get_args(kind)[1], part, (*path, name)) for name, part in value.items()}
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 what = f"{'.'.join(path)} = {value!r} is not one of its values"
@@ -209,9 +219,11 @@ def sections(schema: type, path: tuple[str, ...] = ()) -> list[tuple[str, type]]
     """All sections of a config with their TOML table names, in order; the root has an empty name."""
     result = [(".".join(path), schema)]
     for field in dataclasses.fields(schema):
-        kind = get_type_hints(schema)[field.name]
+        kind, inner = get_type_hints(schema)[field.name], (*path, field.name)
+        if get_origin(kind) is dict:
+            kind, inner = get_args(kind)[1], (*inner, "NAME")
         if dataclasses.is_dataclass(kind):
-            result += sections(kind, (*path, field.name))  # type: ignore[arg-type]
+            result += sections(kind, inner)  # type: ignore[arg-type]
     return result
 
 

@@ -1,6 +1,14 @@
 """Named recipes. Each is a complete config that can be printed, saved and run."""
 
-from freescale.config.schema import DataConfig, ModelConfig, RunConfig, TablesConfig, TaskConfig, TrainConfig
+from freescale.config.schema import (
+    DataConfig,
+    FeatureConfig,
+    ModelConfig,
+    RunConfig,
+    TablesConfig,
+    TaskConfig,
+    TrainConfig,
+)
 
 
 def _ml1m(model: ModelConfig) -> RunConfig:
@@ -12,6 +20,27 @@ def _ml1m(model: ModelConfig) -> RunConfig:
         train=TrainConfig(epochs=101, evaluate_every=10, log_every=48),
     )
 
+
+def _cross(rows: int, *names: str) -> FeatureConfig:
+    return FeatureConfig(scope="context", kind="cross", cross=names, rows=rows)
+
+
+_DLRM_V4_FEATURES = {
+    "user": FeatureConfig(column="user_id", scope="user", rows=1_000_001),
+    "artist": FeatureConfig(column="artist_id", missing="default"),
+    "album": FeatureConfig(column="album_id", missing="default"),
+    "action": FeatureConfig(scope="event", kind="bits", bits=5),
+    "hour": FeatureConfig(column="timestamp", scope="context", kind="timestamp"),
+    "organic": FeatureConfig(column="is_organic", scope="context", rows=2),
+    "user_x_artist": _cross(100_000_000, "user", "artist"),
+    "user_x_album": _cross(40_000_000, "user", "album"),
+    "user_x_hour": _cross(24_000_000, "user", "hour"),
+    "item_x_hour": _cross(40_000_000, "item", "hour"),
+    "artist_x_hour": _cross(32_000_000, "artist", "hour"),
+    "user_x_organic": _cross(2_000_000, "user", "organic"),
+    "user_x_artist_x_hour": _cross(40_000_000, "user", "artist", "hour"),
+}
+"""The tables of MLPerf's dlrm_v4. docs/dlrm-v4.md compares both line by line."""
 
 RECIPES: dict[str, RunConfig] = {
     "tiny": RunConfig(
@@ -38,5 +67,13 @@ RECIPES: dict[str, RunConfig] = {
         task=TaskConfig(kind="ranking", labels=("label_click", "label_like")),
         tables=TablesConfig(placement="sharded", optimizer="rowwise_adagrad", lr=0.1),
         train=TrainConfig(epochs=4, lr=1e-2, decay="cosine", evaluate_every=1, log_every=25),
+    ),
+    "dlrm-v4": RunConfig(
+        data=DataConfig(global_batch=8192, max_history=4086, shards=256, split="time", split_time=25_833_600),
+        model=ModelConfig(kind="hstu", dim=512, layers=3, heads=4, dropout=0.2),
+        task=TaskConfig(kind="ranking", labels=("label_full_listen",), anchors="labeled"),
+        features=_DLRM_V4_FEATURES,
+        tables=TablesConfig(optimizer="rowwise_adagrad", lr=1e-6, eps=1e-8),
+        train=TrainConfig(lr=1e-6, beta1=0.95, beta2=0.999, warmup_steps=24_000, clip=1.0, precision="bf16"),
     ),
 }

@@ -29,8 +29,9 @@ class DataConfig:
     """Events per history that the model reads: the most recent ones."""
     longest: int = 1_000_000
     """A stored history with more events is treated as a fault in the log."""
-    features: tuple[str, ...] = ()
-    """Columns to read in addition to user_id, item_id, timestamp and the candidates: lists per event or scalars."""
+    columns: tuple[str, ...] = ()
+    """Columns to read for a custom model, in addition to user_id, item_id, timestamp, the candidates and the columns of
+    [features]: lists per event or scalars."""
     split: Literal["none", "last", "time"] = "last"
     """none: hold out nothing. last: hold out the last event of each user. time: hold out events from split_time on."""
     split_time: int = 0
@@ -87,14 +88,139 @@ class TaskConfig:
     seen: Literal["exclude", "allow"] = "exclude"
     """Retrieval: whether evaluation and prediction may recommend items of the history. exclude: they may not, and
     held-out items among them count as misses. allow: for logs in which users return to items."""
+    interleave: bool = False
+    """Retrieval: every event becomes two tokens, its item and its actions (the features of scope "event"), so that the
+    next item is predicted from both. Doubles the tokens."""
     labels: tuple[str, ...] = ()
-    """Ranking: candidate label columns (0 or 1), one binary task each."""
+    """Ranking: label columns, one task each. Values are 0 or 1, or numbers for the labels of `regression`; null or NaN:
+    no label."""
+    regression: tuple[str, ...] = ()
+    """Ranking: labels that are numbers; their loss is the squared error instead of the binary cross entropy."""
+    weights: tuple[float, ...] = ()
+    """Ranking: weight of the loss of each label. Empty: all are 1."""
+    anchors: Literal["none", "every", "labeled", "after"] = "none"
+    """Ranking: where targets come from. none: from the candidate columns of the data. Else events of the history
+    themselves are targets ("anchors"), all in one pass, each seeing only earlier events. every: each `anchor_step`-th
+    event. labeled: events with a label. after: events from `anchor_time` on."""
+    anchor_step: int = 1
+    """Ranking: distance of anchors in events; used only with anchors = "every"."""
+    anchor_time: int = 0
+    """Ranking: first timestamp of anchors; used only with anchors = "after"."""
+    experts: int = 0
+    """Ranking: experts of a multi-gate mixture of experts (MMoE) before the heads; 0: heads on the encoder's output."""
 
     def __post_init__(self) -> None:
         _require(self.negatives >= 1, "task.negatives", self.negatives, "at least 1")
         _require(self.temperature > 0, "task.temperature", self.temperature, "above 0")
-        valid = self.kind != "ranking" or len(self.labels) > 0
+        _require(self.anchor_step >= 1, "task.anchor_step", self.anchor_step, "at least 1")
+        _require(self.experts >= 0, "task.experts", self.experts, "0 or more")
+        ranking = self.kind == "ranking"
+        valid = not ranking or len(self.labels) > 0
         _require(valid, "task.labels", self.labels, 'the names of label columns when task.kind = "ranking"')
+        _require(len(set(self.labels)) == len(self.labels), "task.labels", self.labels, "different names")
+        valid = set(self.regression) <= set(self.labels)
+        _require(valid, "task.regression", self.regression, f"names among task.labels = {list(self.labels)}")
+        valid = not self.weights or (len(self.weights) == len(self.labels) and min(self.weights) > 0)
+        _require(valid, "task.weights", self.weights, f"{len(self.labels)} numbers above 0, one per label, or empty")
+        valid = self.anchors == "none" or ranking
+        _require(valid, "task.anchors", self.anchors, '"none" when task.kind = "retrieval"')
+        _require(
+            not (self.interleave and ranking), "task.interleave", self.interleave, 'false when task.kind = "ranking"'
+        )
+        valid = self.anchors != "after" or self.anchor_time > 0
+        _require(valid, "task.anchor_time", self.anchor_time, 'above 0 when task.anchors = "after"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig:
+    """A feature that the built-in models read besides the item: `[features.NAME]`, as many as needed."""
+
+    column: str = ""
+    """Column of the data. Empty: the name of the feature."""
+    scope: Literal["item", "event", "user", "context", "candidate"] = "item"
+    """item: of the item, on events and candidates; candidates have it in candidate_COLUMN. event: known only after the
+    event, such as an action or a dwell time; candidates do not have it. user: one value per row; it becomes a prefix
+    token. context: of the request, one value per row; it joins at the candidates. candidate: in candidate_COLUMN only.
+    With task.anchors, context and candidate features are event columns, read at the anchor."""
+    kind: Literal["id", "set", "number", "bits", "timestamp", "cross"] = "id"
+    """id: a categorical id. set: ids, whose rows are summed. number: see `scaling`. bits: a bit mask of actions, one
+    learned vector per bit. timestamp: seconds since 1970, as the hour of the week in UTC. cross: see `cross`."""
+    cross: tuple[str, ...] = ()
+    """Ids that are hashed together into `rows`: names of id or timestamp features of the candidate, `item`, or `user`,
+    which is user_id. Only with kind = "cross" and scope = "context" or "candidate"; it reads no column of its own."""
+    table: str = ""
+    """Embedding table of ids, sets, timestamps and quantiles; features that name the same table share it. Empty: one
+    table per feature."""
+    rows: int = 0
+    """Ids below this have a row of their own, others share data.oov_rows. 0: the size of the column's vocabulary."""
+    dim: int = 0
+    """Width of the table. 0: model.dim."""
+    combine: Literal["sum", "concat"] = "sum"
+    """sum: added to the embedding of the event; needs the width of the model. concat: concatenated with all others of
+    its scope, and projected to the width of the model."""
+    missing: Literal["refuse", "default"] = "refuse"
+    """Null values. refuse: the row is a fault of the data. default: ids have a row for it, a set is empty, a number is
+    the mean, quantiles have a bucket for it, and no bit is set."""
+    scaling: Literal["standardize", "quantiles"] = "standardize"
+    """Numbers. standardize: minus the mean, over the standard deviation. quantiles: the bucket among quantiles, an id.
+    Both of the training data, stored with the model."""
+    buckets: int = 64
+    """Buckets of scaling = "quantiles"."""
+    bits: int = 8
+    """Bits of a bit mask."""
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the feature is looked up in an embedding table."""
+        return self.kind not in ("number", "bits") or (self.kind == "number" and self.scaling == "quantiles")
+
+    def check(self, name: str, run: "RunConfig") -> None:
+        """Refuse values that do not fit together. `name`: of the feature."""
+        key = f"features.{name}"
+        named = name.isidentifier() and name != "item"
+        _require(named, key, name, "letters, digits and underscores, and not `item`, which is the table of item_id")
+        for field_name, least in (("rows", 0), ("dim", 0), ("buckets", 2), ("bits", 1)):
+            value = getattr(self, field_name)
+            _require(value >= least, f"{key}.{field_name}", value, f"at least {least}")
+        _require(self.bits <= 63, f"{key}.bits", self.bits, "at most 63: a mask is a 64-bit integer")
+        _require(
+            self.table != "item" or self.kind in ("id", "set"), f"{key}.table", self.table, "another table: item ids"
+        )
+        width = self.dim or run.model.dim
+        fits = self.combine == "concat" or width == run.model.dim
+        rule = f'model.dim = {run.model.dim} with combine = "sum"; other widths need combine = "concat"'
+        _require(fits, f"{key}.dim", self.dim, rule)
+        valid = run.tables.placement == "replicated" or not self.has_table or width % 4 == 0
+        _require(
+            valid, f"{key}.dim", self.dim, 'a multiple of 4 when tables.placement = "sharded" (required by FBGEMM)'
+        )
+        for field_name, used in (
+            ("table", self.has_table),
+            ("rows", self.kind in ("id", "set", "cross")),
+            ("cross", self.kind == "cross"),
+        ):
+            value = getattr(self, field_name)
+            _require(used or not value, f"{key}.{field_name}", value, f'empty: kind = "{self.kind}" does not use it')
+        ranking = run.task.kind == "ranking"
+        valid = ranking or self.scope not in ("context", "candidate")
+        _require(valid, f"{key}.scope", self.scope, '"item", "event" or "user" when task.kind = "retrieval"')
+        if self.kind == "cross":
+            self._check_cross(key, run)
+
+    def _check_cross(self, key: str, run: "RunConfig") -> None:
+        """Refuse a cross of what a candidate does not have."""
+        valid = self.scope in ("context", "candidate")
+        _require(valid, f"{key}.scope", self.scope, '"context" or "candidate" with kind = "cross"')
+        _require(self.rows > 0, f"{key}.rows", self.rows, 'above 0 with kind = "cross"')
+        _require(not self.column, f"{key}.column", self.column, 'empty with kind = "cross"')
+        _require(len(self.cross) >= 2, f"{key}.cross", self.cross, "two names or more")
+        usable = {"item", "user"} | {
+            name
+            for name, feature in run.features.items()
+            if feature.kind in ("id", "timestamp") and feature.scope in ("item", "context", "candidate")
+        }
+        rule = f"names among {', '.join(sorted(usable))}: ids and timestamps that a candidate has"
+        _require(usable >= set(self.cross), f"{key}.cross", self.cross, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +362,8 @@ class RunConfig:
     """What the model predicts."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """Load balancing."""
+    features: dict[str, FeatureConfig] = field(default_factory=dict)
+    """Features by name."""
     tables: TablesConfig = field(default_factory=TablesConfig)
     """Embedding tables."""
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -251,3 +379,21 @@ class RunConfig:
         predicts = self.task.kind != "retrieval" or self.data.max_history >= 2
         rule = 'at least 2 when task.kind = "retrieval": the loss is that of the next event'
         _require(predicts, "data.max_history", self.data.max_history, rule)
+        for name, feature in self.features.items():
+            feature.check(name, self)
+        self._check_shared_tables()
+
+    def _check_shared_tables(self) -> None:
+        """Refuse features that share a table but disagree on its size."""
+        first: dict[str, tuple[str, FeatureConfig]] = {}
+        for name, feature in self.features.items():
+            if not feature.has_table:
+                continue
+            other, earlier = first.setdefault(feature.table or name, (name, feature))
+            for size in ("rows", "dim"):
+                value, expected = getattr(feature, size), getattr(earlier, size)
+                rule = f"{expected} as in [features.{other}], which shares the table {feature.table or name!r}"
+                _require(value == expected, f"features.{name}.{size}", value, rule)
+            alike = (feature.kind in ("id", "set")) == (earlier.kind in ("id", "set"))
+            rule = f"of a kind that can share the table of [features.{other}], which is {earlier.kind!r}"
+            _require(alike, f"features.{name}.kind", feature.kind, rule)

@@ -3,8 +3,9 @@
 Slices share memory with the window, so a step copies nothing unless it spans two windows.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from freescale.config import TaskConfig
+from freescale.data.columns import CANDIDATE, ColumnType
+from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.order import WindowShare, concat_ranges
-from freescale.data.validation import CANDIDATE, ColumnType, RowGroup, is_candidate
+from freescale.data.validation import RowGroup
 from freescale.data.vocabulary import ItemVocabulary
 
 Ints = NDArray[np.int64]
 Values = NDArray[Any]
+_SOURCE = "_source"  # temporary feature of anchors: their events among those of the window
 
 
 class Split(NamedTuple):
@@ -74,46 +79,93 @@ def pack_window(
     *,
     split: Split,
     max_history: int,
-    vocabulary: ItemVocabulary,
-) -> tuple[Window, int]:
-    """Pack a rank's share of a window. Also returns the number of events whose item is outside the vocabulary."""
+    vocabularies: Mapping[str, ItemVocabulary],
+    schema: FeatureSchema = FeatureSchema(),  # noqa: B008  immutable
+) -> tuple[Window, Counter[str]]:
+    """Pack a rank's share of a window. Also returns how many ids of each column are outside its vocabulary."""
     usable = _concat([group.usable for group in groups], bool)[share.source]
-    packer = _Packer(groups, kinds, vocabulary, share.source[usable])
-    event_columns = [name for name, kind in kinds.items() if kind.is_list and not is_candidate(name)]
-    candidate_columns = [name for name, kind in kinds.items() if kind.is_list and is_candidate(name)]
+    packer = _Packer(groups, kinds, vocabularies, share.source[usable])
     bounds = [group.columns["item_id"].bounds for group in groups]
     cuts = [split.cut(b, e, g.columns["timestamp"].values) for g, (b, e) in zip(groups, bounds, strict=True)]
-    visible = [(np.maximum(begin, cut - max_history), cut) for (begin, _), cut in zip(bounds, cuts, strict=True)]
     held_out = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
-    scalars = {name: packer.pick(name) for name, kind in kinds.items() if not kind.is_list}
-    scalar_group = PackedFeatures(np.arange(usable.sum() + 1), {"": share.sample_id[usable], **scalars})
-    packed = {"sample": scalar_group, "history": packer.pack(event_columns, visible)}
-    if candidate_columns:
-        packed["candidates"] = packer.pack(candidate_columns, [group.columns[CANDIDATE].bounds for group in groups])
-    if split.part == "test":
-        packed["targets"] = packer.pack(event_columns, held_out)
-    return Window(share.position[usable], packed), packer.unknown
+    ends = [end for _, end in bounds] if schema.anchored and split.part == "test" else cuts
+    visible = [(np.maximum(begin, end - max_history), end) for (begin, _), end in zip(bounds, ends, strict=True)]
+    packed = packer.pack_samples(share.sample_id[usable]) | packer.pack("history", visible)
+    if any(kind.group == "candidates" for kind in kinds.values()):
+        packed |= packer.pack("candidates", [group.columns[CANDIDATE].bounds for group in groups])
+    if schema.anchored:
+        first = packer.counts([np.maximum(c - b, 0) for (b, _), c in zip(visible, cuts, strict=True)])
+        tested = split.part == "test" and split.kind != "none"
+        packed["candidates"] = _anchors(packed["history"], schema.task, first if tested else None)
+    elif split.part == "test":
+        packed |= packer.pack("history", held_out, name="targets")
+    return Window(share.position[usable], _copy_columns(packed, schema)), packer.unknown
 
 
 class _Packer:
-    """Copies values of several row groups into epoch order and maps unknown items to shared rows."""
+    """Copies values of several row groups into epoch order and maps unknown ids to shared rows."""
 
     def __init__(
-        self, groups: Sequence[RowGroup], kinds: Mapping[str, ColumnType], vocabulary: ItemVocabulary, rows: Ints
+        self,
+        groups: Sequence[RowGroup],
+        kinds: Mapping[str, ColumnType],
+        vocabularies: Mapping[str, ItemVocabulary],
+        rows: Ints,
     ) -> None:
-        self._groups, self._kinds, self._vocabulary, self._rows = groups, kinds, vocabulary, rows
-        self.unknown = 0
+        self._groups, self._kinds, self._vocabularies, self._rows = groups, kinds, vocabularies, rows
+        self.unknown: Counter[str] = Counter()
         sizes = [len(group.usable) for group in groups]
         place = np.full(sum(sizes), -1, dtype=np.int64)  # of each row in epoch order; -1: not usable
         place[rows] = np.arange(len(rows))
         self._places = np.split(place, list(accumulate(sizes))[:-1]) if groups else []
 
-    def pick(self, name: str) -> Values:
-        """One scalar per row."""
-        values = [group.columns[name].values for group in self._groups]
-        return _concat(values, self._kinds[name].dtype)[self._rows]
+    def counts(self, per_group: Sequence[Ints]) -> Ints:
+        """One integer per row of each group, in epoch order."""
+        return _concat(per_group)[self._rows]
 
-    def pack(self, names: Sequence[str], bounds: Sequence[tuple[Ints, Ints]]) -> PackedFeatures:
+    def pack_samples(self, sample_id: Ints) -> dict[str, PackedFeatures]:
+        """The sample ids and the columns with one value per row; sets per row have a group of their own."""
+        features, sets = {"": sample_id}, {}
+        for name, kind in self._kinds.items():
+            if kind.group != "sample":
+                continue
+            columns = [group.columns[name] for group in self._groups]
+            if kind.is_set:
+                values = self._pack([name], [column.bounds for column in columns])
+                sets[set_group("sample", name)] = PackedFeatures(values.offsets, {"": values.features[name]})
+                features[name] = np.diff(values.offsets)
+            else:
+                features[name] = self._known(name, _concat([c.values for c in columns], kind.dtype)[self._rows])
+        return {"sample": PackedFeatures(np.arange(len(sample_id) + 1), features)} | sets
+
+    def pack(self, group: str, bounds: Sequence[tuple[Ints, Ints]], *, name: str = "") -> dict[str, PackedFeatures]:
+        """The entries [begin, end) of each row of a group; `bounds` has one entry per row group.
+
+        `name`: of the packed group. The ids of a set are a group of their own, their number per entry is the feature.
+        """
+        target = name or group
+        of_group = [column for column, kind in self._kinds.items() if kind.group == group]
+        sets = [column for column in of_group if self._kinds[column].is_set]
+        packed = self._pack([column for column in of_group if column not in sets], bounds)
+        result = {target: packed}
+        for column in sets:
+            inner = [rows.columns[column].inner for rows in self._groups]
+            ids = self._pack([column], [(of[b], of[e]) for of, (b, e) in zip(inner, bounds, strict=True)])  # type: ignore[index]
+            result[set_group(target, column)] = PackedFeatures(ids.offsets, {"": ids.features[column]})
+            packed.features[column] = self._set_sizes(column, bounds, packed.offsets)
+        return result
+
+    def _set_sizes(self, name: str, bounds: Sequence[tuple[Ints, Ints]], offsets: Ints) -> Ints:
+        """Number of ids of each packed entry of a set column."""
+        sizes = np.empty(offsets[-1], np.int64)
+        for group, place, (begin, end) in zip(self._groups, self._places, bounds, strict=True):
+            kept, inner = place >= 0, group.columns[name].inner
+            assert inner is not None
+            target = _selector(offsets[place[kept]], offsets[place[kept] + 1])
+            sizes[target] = np.diff(inner)[_selector(begin[kept], end[kept])]
+        return sizes
+
+    def _pack(self, names: Sequence[str], bounds: Sequence[tuple[Ints, Ints]]) -> PackedFeatures:
         """The values [begin, end) of each row; `bounds` has one entry per group."""
         lengths = _concat([end - begin for begin, end in bounds])[self._rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -128,10 +180,65 @@ class _Packer:
                     features[name] = values  # already in order: no copy
                 else:
                     features[name][target] = values
-        for name in {"item_id", CANDIDATE} & features.keys():
-            features[name], unknown = self._vocabulary.map_unknown(features[name])
-            self.unknown += unknown
-        return PackedFeatures(offsets, features)
+        return PackedFeatures(offsets, {name: self._known(name, values) for name, values in features.items()})
+
+    def _known(self, name: str, values: Values) -> Values:
+        """Map ids outside the vocabulary of their column to its shared rows."""
+        if name not in self._vocabularies:
+            return values
+        values, unknown = self._vocabularies[name].map_unknown(values)
+        self.unknown[name] += unknown
+        return values
+
+
+def set_group(group: str, name: str) -> str:
+    """Name of the group that holds the ids of a set feature of another group."""
+    return f"{group}/{name}"
+
+
+def _anchors(history: PackedFeatures, task: TaskConfig, first: Ints | None) -> PackedFeatures:
+    """Return the events of the history that are targets: those from `first` on, or those that the task names."""
+    lengths = np.diff(history.offsets)
+    event = np.arange(history.offsets[-1]) - np.repeat(history.offsets[:-1], lengths)
+    chosen = ~np.isnan(np.stack([history.features[label] for label in task.labels])).all(0)
+    if first is not None:
+        chosen &= event >= np.repeat(first, lengths)
+    elif task.anchors == "every":
+        chosen &= event % task.anchor_step == task.anchor_step - 1
+    elif task.anchors == "after":
+        chosen &= history.features["timestamp"] >= task.anchor_time
+    before = np.concatenate([[0], np.cumsum(chosen)])
+    index = np.flatnonzero(chosen)
+    return PackedFeatures(before[history.offsets], {ANCHOR: event[index], _SOURCE: index})
+
+
+def _copy_columns(packed: dict[str, PackedFeatures], schema: FeatureSchema) -> dict[str, PackedFeatures]:
+    """Copy to the candidates what they take from events or rows, and drop what nothing else reads."""
+    candidates = packed.get("candidates")
+    if candidates is None:
+        return packed
+    for column, (group, source) in schema.copied().items():
+        if group == "history":
+            index = candidates.features[_SOURCE]
+        else:
+            index = np.repeat(np.arange(len(candidates.offsets) - 1), np.diff(candidates.offsets))
+        candidates.features[column] = packed[group].features[source][index]
+        if (ids := packed.get(set_group(group, source))) is not None:
+            packed[set_group("candidates", column)] = _take_sets(packed[group], source, ids, index, candidates.offsets)
+    candidates.features.pop(_SOURCE, None)
+    for column in schema.only_copied():
+        packed["history"].features.pop(column, None)
+        packed.pop(set_group("history", column), None)
+    return packed
+
+
+def _take_sets(entries: PackedFeatures, name: str, ids: PackedFeatures, index: Ints, offsets: Ints) -> PackedFeatures:
+    """The ids of the sets at these entries, with offsets per sample; `offsets`: of the chosen entries."""
+    sizes = entries.features[name]
+    end = np.cumsum(sizes)
+    taken = concat_ranges((end - sizes)[index], sizes[index])
+    total = np.concatenate([[0], np.cumsum(sizes[index])])
+    return PackedFeatures(total[offsets], {"": ids.features[""][taken]})
 
 
 def _concat(pieces: Sequence[Values], dtype: DTypeLike = np.int64) -> NDArray[Any]:
@@ -196,13 +303,23 @@ class Batch:
     history: Events
     """item_id, timestamp and other features per event, oldest first."""
     candidates: Events | None
-    """candidate_id and labels, for ranking."""
+    """candidate_id, labels and other features per candidate, for ranking. `candidate_anchor`: events that it sees."""
     targets: Events | None
     """Held-out events, for evaluation."""
+    sets: dict[str, Events] = field(default_factory=dict)
+    """Ids of set features, per sample, by `set_group`; the feature itself is the number of ids of each entry."""
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.sample_id)
+
+    @property
+    def visible_events(self) -> torch.Tensor | None:
+        """Number of events that the candidates of each sample see, summed; None if each sees the whole history."""
+        if self.candidates is None or ANCHOR not in self.candidates.features:
+            return None
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.candidates[ANCHOR].cumsum(0)])
+        return before[self.candidates.offsets].diff()
 
     @property
     def step_key(self) -> int:
@@ -229,7 +346,7 @@ class Batch:
     def groups(self) -> dict[str, Events]:
         """Features grouped by shared offsets: per sample, per history event, per candidate, per target."""
         scalars = Events(torch.arange(len(self) + 1), {"": self.sample_id, **self.scalars})
-        jagged = {"history": self.history, "candidates": self.candidates, "targets": self.targets}
+        jagged = {"history": self.history, "candidates": self.candidates, "targets": self.targets, **self.sets}
         return {"sample": scalars} | {name: events for name, events in jagged.items() if events is not None}
 
     def with_groups(self, groups: Mapping[str, Events]) -> "Batch":
@@ -240,7 +357,8 @@ class Batch:
     def from_groups(epoch: int, step: int, groups: Mapping[str, Events]) -> "Batch":
         """Build a batch from feature groups, the inverse of `groups`."""
         scalars, others = dict(groups["sample"].features), (groups.get("candidates"), groups.get("targets"))
-        return Batch(epoch, step, scalars.pop(""), scalars, groups["history"], *others)
+        sets = {name: events for name, events in groups.items() if "/" in name}
+        return Batch(epoch, step, scalars.pop(""), scalars, groups["history"], *others, sets)
 
 
 def build_batch(pieces: Sequence[Window], *, epoch: int, step: int) -> Batch:

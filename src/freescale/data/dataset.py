@@ -11,7 +11,7 @@ files; its row groups are assigned to them round-robin, so the file of a row gro
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,14 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.columns import ColumnRequest, ColumnType, select_columns
 from freescale.data.order import MAX_GROUP_ROWS, RowGroupLayout
 from freescale.data.parquet import FETCH_AGAIN, FileEntry, ParquetReader
-from freescale.data.validation import ColumnType, Location, Quarantine, RowGroup, decode_rows, select_columns
+from freescale.data.validation import Location, Quarantine, RowGroup, decode_rows
 from freescale.errors import DataError, reason
 from freescale.progress import track
 
 MANIFEST_FILE = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 GROUPS_PER_FILE = 4096
 _REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
 _NumberedStripe = tuple[int, tuple[FileEntry, ...]]
@@ -62,6 +63,8 @@ class Manifest(NamedTuple):
     """Fingerprint of the vocabulary."""
     note: str = ""
     """One line on the origin of the data, and on what is synthetic."""
+    features: Mapping[str, int] = {}
+    """Size of the vocabulary of every categorical column, including sets of ids. Other columns hold plain numbers."""
 
     @property
     def rows(self) -> int:
@@ -98,7 +101,7 @@ def _body(manifest: Manifest) -> dict[str, object]:
         for stripe in manifest.stripes
     ]
     others = {name: getattr(manifest, name) for name in ("events", "items", "vocabulary", "note")}
-    return {"stripes": stripes, **others}
+    return {"stripes": stripes, **others, "features": dict(manifest.features)}
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
@@ -113,7 +116,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
                 )
                 for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
             )
-            manifest = Manifest(stripes, body["events"], body["items"], str(body["vocabulary"]), str(body["note"]))
+            texts = str(body["vocabulary"]), str(body["note"])
+            manifest = Manifest(stripes, body["events"], body["items"], *texts, dict(body["features"]))
             if not _is_plausible(manifest):
                 raise ValueError("a count is out of range")
             return manifest
@@ -130,6 +134,9 @@ def _is_plausible(manifest: Manifest) -> bool:
     files = [file for stripe in manifest.stripes for file in stripe.files]
     counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
     counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
+    counts += manifest.features.values()
+    if not all(type(name) is str for name in manifest.features):
+        return False
     return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
         1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
     )
@@ -143,7 +150,12 @@ class Dataset:
     """User histories in Parquet files, with a manifest or without."""
 
     def __init__(
-        self, address: str, *, features: Sequence[str] = (), longest: int = 10**6, quarantine: Quarantine | None = None
+        self,
+        address: str,
+        *,
+        features: Sequence[str | ColumnRequest] = (),
+        longest: int = 10**6,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.address = address
         self.quarantine = quarantine or Quarantine()
@@ -152,6 +164,7 @@ class Dataset:
         self.manifest = self._find_manifest()
         self._stripes, self.layout = _stripes_of(self.manifest) if self.manifest else self._discover()
         self._starts = [first for first, _ in self._stripes]
+        self._features = features
         self.columns = self._choose_columns(features)
 
     @property
@@ -173,7 +186,7 @@ class Dataset:
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
             if not file.has_checksums:  # plain Parquet: only the first schema was validated
-                select_columns(table.schema, tuple(self.columns), Location(file.name))
+                select_columns(table.schema, self._features, file.name)
         except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
             location = Location(file.name, index)
@@ -183,7 +196,7 @@ class Dataset:
         def report(row: int, kind: str, what: str) -> None:
             self.quarantine.reject(Location(file.name, index, row), kind, what, remedy="fix or remove that row")
 
-        return decode_rows(table, longest=self._longest, report=report)
+        return decode_rows(table, self.columns, longest=self._longest, report=report)
 
     def unchecked_files(self) -> list[str]:
         """Files without page checksums, in which a flipped bit goes undetected."""
@@ -227,15 +240,15 @@ class Dataset:
             counts += rows
         return stripes, RowGroupLayout.from_counts(counts)
 
-    def _choose_columns(self, features: Sequence[str]) -> dict[str, ColumnType]:
+    def _choose_columns(self, features: Sequence[str | ColumnRequest]) -> dict[str, ColumnType]:
         cause = "there is none"
         for file in (file for _, files in self._stripes for file in files):
             try:
-                schema = self._files.footer(file).schema
+                self.schema = self._files.footer(file).schema
             except DataError as error:  # reported if a row group of that file is read
                 cause = f"{error.where}: {error.what}"
                 continue
-            return select_columns(schema, features, Location(file.name))
+            return select_columns(self.schema, features, file.name)
         raise DataError(f"no file here can be read ({cause})", where=self.address, remedy=FETCH_AGAIN)
 
     def _locate(self, group: int) -> tuple[FileEntry, int]:

@@ -5,13 +5,16 @@ units, a microsecond for dates, and a nanosecond for numbers with a fraction. Da
 that is not a time becomes null.
 """
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import polars as pl
 
-from freescale.data.validation import Location
+from freescale.data.columns import REQUIRED
+from freescale.data.feature_columns import KEY, UNUSABLE, FeatureColumn, Kind, SideTable
+from freescale.data.validation import Location, Quarantine
 from freescale.errors import DataError
 from freescale.log import info_once
 
@@ -38,27 +41,41 @@ class LogColumns(NamedTuple):
     item: str = "item_id"
     time: str | None = "timestamp"
     """None: the log has no time column; the order of its lines is used."""
-    features: tuple[str, ...] = ()
+    features: tuple[FeatureColumn, ...] = ()
     labels: tuple[str, ...] = ()
     """Label columns of impressions: numbers from 0 to 1, or booleans."""
+    event_labels: tuple[str, ...] = ()
+    """Label columns of events: numbers or booleans, or null."""
 
     @property
-    def names(self) -> list[str]:
-        """All columns to read, without duplicates."""
-        return list(dict.fromkeys(filter(None, (self.user, self.item, self.time, *self.features, *self.labels))))
+    def uses(self) -> dict[str, str]:
+        """All columns to read, and what each is for."""
+        labels = {name: f"label '{name}'" for name in (*self.labels, *self.event_labels)}
+        features = {feature.name: feature.use for feature in self.features}
+        time = {} if self.time is None else {self.time: "the time"}
+        return {self.user: "the user", self.item: "the item"} | time | features | labels
 
 
 class EventLog(NamedTuple):
     """The events of a log."""
 
     table: pl.LazyFrame
-    """`user_id` and `item_id` (keys of the log), `timestamp` in ticks (if the log has a time), features or `label_*`
-    columns, and the three position columns. Unusable values are null."""
+    """`user_id` and `item_id` (keys of the log), `timestamp` in ticks (if the log has a time), features, `label_*`
+    columns, a mark of unusable values for each that needs one, and the three position columns. Unusable values are
+    null. Ids and sets are text keys."""
     files: tuple[str, ...]
     position_unit: Literal["line", "row"]
     """What LOG_NUMBER counts: lines of text, or rows of Parquet."""
     ticks_per_second: int = 1
     """Ticks of `timestamp` per second. A data set stores whole seconds."""
+    expected: Mapping[str, str] = {}
+    """What a value of a feature or label must be, for messages."""
+    kinds: Mapping[str, Kind] = {}
+    """Kinds of the features that need a vocabulary."""
+    items: SideTable | None = None
+    """Features of the items."""
+    users: SideTable | None = None
+    """Features of the users."""
 
     @property
     def name(self) -> str:
@@ -69,6 +86,23 @@ class EventLog(NamedTuple):
     def location(self, file: int, number: int) -> Location:
         """Position of an event in its file."""
         return Location(self.files[file], **{self.position_unit: number})
+
+
+def usable_events(events: EventLog, quarantine: Quarantine) -> pl.LazyFrame:
+    """Events of a log, without those that lack a required field or hold a value that does not convert."""
+    columns = events.table.collect_schema().names()
+    checks = {name: pl.col(name).is_null() for name in (KEY, *REQUIRED) if name in columns}
+    checks |= {name.removeprefix(UNUSABLE): pl.col(name) for name in columns if name.startswith(UNUSABLE)}
+    invalid = pl.any_horizontal(checks.values())
+    for batch in events.table.filter(invalid).collect_batches(engine="streaming"):
+        for row in batch.iter_rows(named=True):
+            faulty = [name for name in checks if row.get(f"{UNUSABLE}{name}", row[name] is None)]
+            hint = f": {events.expected[faulty[0]]}" if faulty[0] in events.expected else ""
+            what = f"{', '.join(faulty).replace(KEY, 'the key')} missing or not of its type{hint}"
+            location = events.location(row[LOG_FILE], row[LOG_NUMBER])
+            quarantine.reject(location, "incomplete event", what, remedy=f"fix that {events.position_unit}")
+    marks = [name for name in columns if name.startswith(UNUSABLE)]
+    return events.table.filter(~invalid).drop(LOG_FILE, LOG_NUMBER, *marks)
 
 
 class TimeParser(NamedTuple):

@@ -5,7 +5,6 @@ bucket fits in memory. Each bucket becomes histories or, with impressions, ranki
 ranges of the time of their last event (or impression), the order in which a production system would have logged them.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,17 +17,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.data import writer
+from freescale.data.columns import CANDIDATE, is_candidate
 from freescale.data.dataset import Manifest
-from freescale.data.event_log import LOG_FILE, LOG_NUMBER, LOG_ORDER, EventLog, rescale_ticks
+from freescale.data.event_log import LOG_ORDER, EventLog, rescale_ticks, usable_events
+from freescale.data.numbering import (
+    FeatureVocabularies,
+    KeyNumbering,
+    assign_ids,
+    count_keys,
+    load_vocabulary,
+    merge_counts,
+    save_keys,
+)
 from freescale.data.order import concat_ranges
-from freescale.data.validation import CANDIDATE, Quarantine
+from freescale.data.validation import Quarantine
 from freescale.data.vocabulary import VOCABULARY_FILE, fingerprint
 from freescale.errors import DataError, reason
 from freescale.log import info_once, warning_once
 from freescale.progress import progress, track
 
-_BATCH = 1_000_000
-_BYTES_PER_EVENT = 160  # memory to sort and group a bucket
+_BYTES_PER_EVENT = 160  # memory to sort and group a bucket, without features
+_BYTES_PER_FEATURE, _BYTES_PER_SET = 40, 120  # more for every feature, and for a set of a few ids
+_BASE_COLUMNS = 4  # user, item, time and order
 USERS_FILE = "users.parquet"
 LAST_TIME = "_last"
 """Temporary column: the time by which the rows of a data set are sorted."""
@@ -64,55 +74,92 @@ class ImportSummary:
 
 
 def write_histories(job: ImportJob, target: str | Path, *, vocabulary: Path | None = None) -> ImportSummary:
-    """Import events into a data set at `target`, with a new vocabulary or that of an earlier data set."""
-    known = None if vocabulary is None else _load_vocabulary(vocabulary)
+    """Import events into a data set at `target`, with new vocabularies or those of an earlier data set."""
+    known = None if vocabulary is None else load_vocabulary(vocabulary)
     try:
         with writer.atomic_folder(target) as folder:
-            return _Importer(job, folder).run(known)
+            return _Importer(job, folder, FeatureVocabularies(folder, vocabulary)).run(known)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, OSError) as error:
         remedy = "check its format and encoding"
         raise DataError(f"the log cannot be read: {reason(error)}", where=job.events.name, remedy=remedy) from error
 
 
-def _load_vocabulary(folder: Path) -> pl.DataFrame:
-    path = folder / VOCABULARY_FILE
-    try:
-        return pl.read_parquet(path)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        what = "there is no vocabulary here" if not path.exists() else f"the vocabulary cannot be read: {reason(error)}"
-        raise DataError(what, where=str(folder), remedy="give the folder of an imported data set") from error
+class _SideFeatures(NamedTuple):
+    """Features to join in every bucket, by `item_id` and by `user_id`."""
+
+    items: pl.DataFrame | None = None
+    users: pl.DataFrame | None = None
+
+    def join_items(self, events: pl.DataFrame, prefix: str = "") -> pl.DataFrame:
+        """Events with the features of their items."""
+        if self.items is None:
+            return events
+        named = self.items.rename(lambda name: name if name == "item_id" else f"{prefix}{name}")
+        return events.join(named, on="item_id", how="left")
+
+    def join_users(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Rows in their order, with the features of their users."""
+        return rows if self.users is None else rows.join(self.users, on="user_id", how="left", maintain_order="left")
 
 
 class _Importer:
     """The steps of one import. Impressions, if any, are processed like events."""
 
-    def __init__(self, job: ImportJob, folder: Path) -> None:
+    def __init__(self, job: ImportJob, folder: Path, vocabularies: FeatureVocabularies) -> None:
         self._job, self._folder, self._ticks = job, folder, job.events.ticks_per_second
         self._logs = [job.events] if job.impressions is None else [job.events, job.impressions]
         self._tables = [events.table for events in self._logs]
+        self._vocabularies, self._side = vocabularies, _SideFeatures()
 
     def run(self, known: pl.DataFrame | None) -> ImportSummary:
         with progress("checking events"):
-            self._tables = [_without_invalid(events, self._job.quarantine) for events in self._logs]
+            self._tables = [usable_events(events, self._job.quarantine) for events in self._logs]
+        if self._job.impressions:  # labels are those of candidates
+            self._tables[0] = self._tables[0].drop(pl.selectors.starts_with("label_"))
         self._unify_types()
-        key_counts = [_keys(table, "item_id") for table in self._tables]
+        key_counts = [count_keys(table, "item_id") for table in self._tables]
         events, *_ = totals = [int(counts["count"].sum()) for counts in key_counts]
         for total, log in zip(totals, self._logs, strict=True):
             if not total:
                 raise DataError("the log contains no usable event", where=log.name, remedy="check its format")
-        counts = _merged(key_counts[0], key_counts[1:]).sort("count", "key", descending=[True, False])
-        items, numbers, unknown = _assign_ids(counts, known)
-        _save(items, self._folder / VOCABULARY_FILE)
-        self._replace_keys("item_id", numbers)
-        if self._tables[0].collect_schema()["user_id"] == pl.String:  # integer keys are the ids
-            users = _keys(self._tables[0], "user_id", events)
-            _save(users, self._folder / USERS_FILE)
-            self._replace_keys("user_id", users.select("key").with_row_index("number"))
-        buckets = max(1, -(-sum(totals) * _BYTES_PER_EVENT // self._job.memory))
+        counts = merge_counts(key_counts[0], key_counts[1:])
+        items = assign_ids(counts, known, column="the items")
+        save_keys(items.vocabulary, self._folder / VOCABULARY_FILE)
+        for column, kind in self._job.events.kinds.items():
+            self._tables[0] = self._vocabularies.number_column(self._tables[0], column, kind)
+        self._number_side_tables(counts, items, events)
+        buckets = self._parts_in_memory(sum(totals))
         written = self._samples(buckets) if self._job.impressions else self._histories(buckets)
-        manifest = self._write(written, events, items["key"], buckets)
+        manifest = self._write(written, events, items.vocabulary["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
-        return ImportSummary(distinct, len(items), manifest.events, unknown, manifest.rows)
+        return ImportSummary(distinct, len(items.vocabulary), manifest.events, items.unknown, manifest.rows)
+
+    def _number_side_tables(self, counts: pl.DataFrame, items: KeyNumbering, events: int) -> None:
+        """Replace the keys of items and users by ids, in the log and in the side tables."""
+        item_table, user_table = self._job.events.items, self._job.events.users
+        item_rows = user_rows = None
+        if item_table:
+            item_rows = self._vocabularies.number_table(item_table, counts, items.ids, name="item_id")
+        self._replace_keys("item_id", items.ids)
+        is_text = self._tables[0].collect_schema()["user_id"] == pl.String  # integer keys are the ids
+        if is_text or user_table:
+            users = count_keys(self._tables[0], "user_id", events)
+            ids = users.select("key", number=pl.int_range(pl.len()) if is_text else pl.col("key"))
+            if user_table:
+                once = users.with_columns(count=pl.lit(1, pl.Int64))  # a row has the features of its user once
+                user_rows = self._vocabularies.number_table(user_table, once, ids, name="user_id")
+            if is_text:
+                save_keys(users, self._folder / USERS_FILE)
+                self._replace_keys("user_id", ids)
+        self._side = _SideFeatures(item_rows, user_rows)
+
+    def _parts_in_memory(self, events: int) -> int:
+        """Number of parts of a log, each of which can be sorted in the given memory."""
+        columns = self._tables[0].collect_schema()
+        kinds = [*columns.values(), *([] if self._side.items is None else self._side.items.schema.values())]
+        sets = sum(kind.is_nested() for kind in kinds)
+        extra = _BYTES_PER_FEATURE * max(0, len(kinds) - _BASE_COLUMNS) + _BYTES_PER_SET * sets
+        return max(1, -(-events * (_BYTES_PER_EVENT + extra) // self._job.memory))
 
     def _unify_types(self) -> None:
         """Convert events and impressions to common key types and to the finer ticks."""
@@ -127,16 +174,16 @@ class _Importer:
 
     def _replace_keys(self, column: str, numbers: pl.DataFrame) -> None:
         """Replace keys by ids; keys without an id become null."""
-        named = numbers.lazy().select(pl.col("key").alias(column), pl.col("number").cast(pl.Int64))
+        named = numbers.lazy().select(pl.col("key").alias(column), _id=pl.col("number"))
         joined = [table.join(named, on=column, how="left") for table in self._tables]
-        self._tables = [table.with_columns(pl.col("number").alias(column)).drop("number") for table in joined]
+        self._tables = [table.with_columns(pl.col("_id").alias(column)).drop("_id") for table in joined]
 
     def _histories(self, buckets: int) -> list[Path]:
         """Group the events of each bucket into histories, sorted by the time of their last event."""
         written = []
         parts = sorted(self._partition(self._tables[0], "events", buckets).iterdir())
         for number, bucket in enumerate(track(parts, "sorting histories", unit="buckets")):
-            histories = _group_by_user(_read(bucket), self._ticks)
+            histories = self._side.join_users(_group_by_user(self._side.join_items(_read(bucket)), self._ticks))
             written.append(self._job.scratch / f"histories-{number}.parquet")
             share = _rows_at_once(len(histories), buckets)
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
@@ -150,7 +197,10 @@ class _Importer:
             if not (user_events := events / bucket.name).exists():
                 dropped += len(_read(bucket))
                 continue
-            samples = join_impressions(_read(user_events), _read(bucket), max_history=self._job.max_history)
+            before, shown = self._side.join_items(_read(user_events)), _read(bucket)
+            shown = self._side.join_items(shown, prefix="candidate_")
+            samples = join_impressions(before, shown, max_history=self._job.max_history)
+            samples = samples._replace(rows=self._side.join_users(samples.rows))
             dropped, cut = dropped + samples.without_history, cut + samples.cut
             if len(samples.rows):
                 written.append(self._job.scratch / f"samples-{number}.parquet")
@@ -167,7 +217,7 @@ class _Importer:
     def _partition(self, table: pl.LazyFrame, name: str, buckets: int) -> Path:
         parts = self._job.scratch / f"buckets-{name}"
         parts.mkdir()
-        by_user = {"bucket": pl.col("user_id").hash() % buckets}
+        by_user = {"_bucket": pl.col("user_id").hash() % buckets}
         with progress("partitioning by user"):
             table.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
         return parts
@@ -176,65 +226,23 @@ class _Importer:
         histories = pl.scan_parquet(parts)
         if self._job.impressions:  # an event can be in several histories
             events = histories.select(pl.col("item_id").list.len().sum()).collect(engine="streaming").item()
-            ranges = max(1, -(-events * _BYTES_PER_EVENT // self._job.memory))
+            ranges = self._parts_in_memory(events)
         last = histories.select(LAST_TIME).collect(engine="streaming")[LAST_TIME].sort()
         cuts = [int(last[len(last) * i // ranges]) for i in range(1, ranges)]
-        columns = len(histories.collect_schema()) - 2  # without user_id and LAST_TIME
-        rows = writer.rows_per_group(len(last), events, columns)
+        lists = sum(kind.is_nested() for kind in histories.collect_schema().values())
+        rows = writer.rows_per_group(len(last), events, lists)
         note = f"imported from {', '.join(events.name for events in self._logs)}"
         ordered = _in_time_order(histories, cuts)
-        size = {"rows_per_group": rows, "items": len(items), "expected_rows": len(last)}
-        return writer.write_dataset(self._folder, ordered, vocabulary=fingerprint(items.to_arrow()), note=note, **size)
-
-
-def _without_invalid(events: EventLog, quarantine: Quarantine) -> pl.LazyFrame:
-    """Reject events with a missing or unconvertible field."""
-    names = [name for name in events.table.collect_schema().names() if not name.startswith("_")]
-    invalid = pl.any_horizontal(pl.col(name).is_null() for name in names)
-    for batch in events.table.filter(invalid).collect_batches(engine="streaming"):
-        for row in batch.iter_rows(named=True):
-            missing = [name for name in names if row[name] is None]
-            hint = ": a label is a number from 0 to 1" if missing[0].startswith("label_") else ""
-            what = f"{', '.join(missing)} missing or not of its type{hint}"
-            location = events.location(row[LOG_FILE], row[LOG_NUMBER])
-            quarantine.reject(location, "incomplete event", what, remedy=f"fix that {events.position_unit}")
-    return events.table.filter(~invalid).drop(LOG_FILE, LOG_NUMBER)
-
-
-def _keys(table: pl.LazyFrame, column: str, events: int | None = None) -> pl.DataFrame:
-    """Sorted distinct keys of a log, and how often each occurs."""
-    # Batch by batch: the memory of Polars' streaming group_by was measured to grow with the events.
-    counts, pending = pl.DataFrame(schema={"key": table.collect_schema()[column], "count": pl.Int64}), []
-    batches = table.select(key=column).collect_batches(engine="streaming", chunk_size=_BATCH)
-    for batch in track(batches, f"counting by {column}", total=events, unit="events", size=len):
-        pending.append(batch.group_by("key").agg(pl.len().cast(pl.Int64).alias("count")))
-        if sum(map(len, pending)) > _BATCH:
-            counts, pending = _merged(counts, pending), []
-    return _merged(counts, pending).sort("key")
-
-
-def _merged(counts: pl.DataFrame, more: list[pl.DataFrame]) -> pl.DataFrame:
-    """Sum the counts per key."""
-    return pl.concat([counts, *more]).group_by("key").agg(pl.col("count").sum())
-
-
-def _assign_ids(counts: pl.DataFrame, known: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    """Assign item ids: the index in the vocabulary, or a stable hash after its end for unknown items."""
-    if known is None:
-        return counts, counts.select("key").with_row_index("number"), 0
-    if counts["key"].dtype != known["key"].dtype:
-        kinds = f"{counts['key'].dtype} in the log, {known['key'].dtype} in the vocabulary"
-        remedy = "give the vocabulary that belongs to this log"
-        raise DataError(f"the item keys have different types: {kinds}", remedy=remedy)
-    unknown = counts.join(known, on="key", how="anti")
-    hashed = [len(known) + (zlib.crc32(str(key).encode()) << 20) for key in unknown["key"]]
-    numbered = known.select("key").with_row_index("number").cast({"number": pl.Int64})
-    others = pl.DataFrame([pl.Series("number", hashed, pl.Int64), unknown["key"]])
-    return known, pl.concat([numbered, others]), int(unknown["count"].sum())
-
-
-def _save(keys: pl.DataFrame, path: Path) -> None:
-    pq.write_table(keys.to_arrow(), path, write_page_checksum=True, compression="zstd")
+        return writer.write_dataset(
+            self._folder,
+            ordered,
+            rows_per_group=rows,
+            items=len(items),
+            vocabulary=fingerprint(items.to_arrow()),
+            note=note,
+            features=self._vocabularies.sizes,
+            expected_rows=len(last),
+        )
 
 
 def _read(bucket: Path) -> pl.DataFrame:
@@ -281,8 +289,12 @@ def _in_time_order(histories: pl.LazyFrame, cuts: list[int]) -> Iterator[pa.Tabl
 
 def _plain_lists(table: pa.Table) -> pa.Table:
     """Convert the 64-bit list offsets of Polars to plain lists, which all Parquet readers accept."""
-    plain = {f.name: pa.list_(f.type.value_type) if pa.types.is_large_list(f.type) else f.type for f in table.schema}
+    plain = {field.name: _plain_list(field.type) for field in table.schema}
     return table.cast(pa.schema(plain)) if table.num_rows else pa.schema(plain).empty_table()
+
+
+def _plain_list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(_plain_list(kind.value_type)) if pa.types.is_large_list(kind) else kind
 
 
 class RankingSamples(NamedTuple):
@@ -292,7 +304,7 @@ class RankingSamples(NamedTuple):
     """
 
     rows: pl.DataFrame
-    """`user_id`, LAST_TIME, candidates, labels, and the history as events `begin` to `end`."""
+    """`user_id`, LAST_TIME, candidates, labels, features, and the history as events `_begin` to `_end`."""
     events: pl.DataFrame
     """Sorted by user and time."""
     without_history: int
@@ -302,7 +314,7 @@ class RankingSamples(NamedTuple):
 
     def tables(self, ticks: int) -> Iterator[pa.Table]:
         """Rows of the data set, sorted by time, in chunks of bounded memory."""
-        total = (self.rows["end"] - self.rows["begin"]).cum_sum().to_numpy()
+        total = (self.rows["_end"] - self.rows["_begin"]).cum_sum().to_numpy()
         features = self.events.drop("user_id", LOG_ORDER).with_columns(pl.col("timestamp") // ticks)
         for begin, end in pairwise([0, *(np.flatnonzero(np.diff(total // _CHUNK)) + 1).tolist(), len(total)]):
             yield _with_histories(self.rows[begin:end], features)
@@ -311,28 +323,28 @@ class RankingSamples(NamedTuple):
 def join_impressions(events: pl.DataFrame, impressions: pl.DataFrame, *, max_history: int) -> RankingSamples:
     """Group impressions by user and timestamp, and find the events strictly before each group."""
     events = events.sort("user_id", "timestamp", LOG_ORDER)
-    labels = [name for name in impressions.columns if name.startswith("label_")]
+    others = [name for name in impressions.columns if is_candidate(name)]
     groups = impressions.sort("user_id", "timestamp", LOG_ORDER).group_by("user_id", "timestamp", maintain_order=True)
-    rows = groups.agg(pl.col("item_id").alias(CANDIDATE), *labels)
+    rows = groups.agg(pl.col("item_id").alias(CANDIDATE), *others)
     # Merge events and impressions; impressions sort before events with the same timestamp.
     marks = [frame.select("user_id", "timestamp", seen=pl.lit(seen)) for frame, seen in ((events, 1), (rows, 0))]
     merged = pl.concat(marks).sort("user_id", "timestamp", "seen").with_columns(end=pl.col("seen").cum_sum())
     first = (pl.col("end") - pl.col("seen")).first().over("user_id")
-    bounds = merged.with_columns(begin=first).filter(pl.col("seen") == 0).select("begin", "end")
+    bounds = merged.with_columns(begin=first).filter(pl.col("seen") == 0).select(_begin="begin", _end="end")
     rows = pl.concat([rows, bounds.cast(pl.Int64)], how="horizontal")
-    kept = rows.filter(pl.col("end") > pl.col("begin"))
-    dropped = rows.filter(pl.col("end") == pl.col("begin"))[CANDIDATE].list.len().sum()
-    truncated = pl.max_horizontal("begin", pl.col("end") - max_history)
-    cut = int((kept["end"] - kept["begin"] > max_history).sum())
-    ordered = kept.with_columns(begin=truncated).rename({"timestamp": LAST_TIME}).sort(LAST_TIME, "user_id")
+    kept = rows.filter(pl.col("_end") > pl.col("_begin"))
+    dropped = rows.filter(pl.col("_end") == pl.col("_begin"))[CANDIDATE].list.len().sum()
+    truncated = pl.max_horizontal("_begin", pl.col("_end") - max_history)
+    cut = int((kept["_end"] - kept["_begin"] > max_history).sum())
+    ordered = kept.with_columns(_begin=truncated).rename({"timestamp": LAST_TIME}).sort(LAST_TIME, "user_id")
     return RankingSamples(ordered, events, int(dropped), cut)
 
 
 def _with_histories(rows: pl.DataFrame, features: pl.DataFrame) -> pa.Table:
-    begin, end = (rows[name].to_numpy() for name in ("begin", "end"))
+    begin, end = (rows[name].to_numpy() for name in ("_begin", "_end"))
     offsets = pa.array(np.concatenate([[0], np.cumsum(end - begin)]), pa.int32())
     values = features[concat_ranges(begin, end - begin)].to_arrow()
     lists = {n: pa.ListArray.from_arrays(offsets, values[n].combine_chunks()) for n in values.column_names}
-    rest = rows.drop("user_id", "begin", "end").to_arrow()
+    rest = rows.drop("user_id", "_begin", "_end").to_arrow()
     others = {name: rest[name] for name in rest.column_names}
     return pa.table({"user_id": rows["user_id"].to_arrow(), **lists, **others})

@@ -6,13 +6,16 @@ Threads instead of processes: Arrow decodes in C++ without the GIL, nothing is p
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from freescale.config import DataConfig
+from freescale.config import DataConfig, RunConfig
 from freescale.data.batch import Batch, Split, Window, build_batch, pack_window
+from freescale.data.columns import CANDIDATE
 from freescale.data.dataset import Dataset
+from freescale.data.feature_schema import FeatureSchema, candidate_column, resolve_features
 from freescale.data.order import Cursor, EpochOrder, WindowShare
 from freescale.data.validation import Quarantine, RowGroup
 from freescale.data.vocabulary import DataIdentity, ItemVocabulary
@@ -39,21 +42,36 @@ class Loader:
         world_size: int = 1,
         part: Literal["train", "test"] = "train",
         quarantine_file: str | None = None,
+        schema: FeatureSchema = FeatureSchema(),  # noqa: B008  immutable
     ) -> None:
         if world_size > config.shards:
             what = f"data.shards = {config.shards} cannot feed {world_size} ranks: each shard is read by one rank"
             remedy = f"set data.shards to {world_size} or more (it is part of the order of the samples)"
             raise ConfigError(what, key="data.shards", remedy=remedy)
         quarantine = Quarantine(config.on_bad, quarantine_file)
-        self.dataset = Dataset(config.path, features=config.features, longest=config.longest, quarantine=quarantine)
+        columns = [*config.columns, *schema.columns()]
+        self.dataset = Dataset(config.path, features=columns, longest=config.longest, quarantine=quarantine)
         items = self.dataset.manifest.items if self.dataset.manifest else 0
-        self.vocabulary = ItemVocabulary(items, config.oov_rows)
+        self.features = resolve_features(schema, self.dataset, config.oov_rows)
+        shared = any(feature.table == "item" and feature.vocabulary.missing for feature in self.features.values())
+        self.vocabulary = ItemVocabulary(items, config.oov_rows, missing=shared)
         self.identity = DataIdentity.from_dataset(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
-        self.unknown_items = 0
+        self.unknown: Counter[str] = Counter()
+        """Ids outside the vocabulary of their column, by column."""
+        self._vocabularies = self._by_column()
+        self._schema = schema
         self._config, self._rank, self._world_size = config, rank, world_size
         self._split = Split(config.split, config.split_time, part)
         self._warn_of_empty_ranks()
+
+    @staticmethod
+    def from_run(
+        config: RunConfig, *, rank: int = 0, world_size: int = 1, data: DataConfig | None = None, **options: Any
+    ) -> "Loader":
+        """Return a loader of all columns that a run reads. `data`: replaces that of the config."""
+        schema = FeatureSchema.from_config(config)
+        return Loader(data or config.data, seed=config.seed, rank=rank, world_size=world_size, schema=schema, **options)
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -81,10 +99,20 @@ class Loader:
     def report(self) -> list[str]:
         """Lines that summarize rejected rows and items mapped to shared rows."""
         lines = [self.dataset.quarantine.summary()]
-        if self.unknown_items:
-            shared = f"mapped to {self.vocabulary.oov_rows} shared rows"
-            lines.append(f"{self.unknown_items:,} events with items outside the vocabulary, {shared}")
+        shared = f"mapped to {self.vocabulary.oov_rows} shared rows"
+        items = sum(self.unknown[name] for name in ("item_id", CANDIDATE))
+        others = {name: count for name, count in self.unknown.items() if name not in ("item_id", CANDIDATE)}
+        counts = {"events with items": items, **{f"values of column '{n}'": count for n, count in others.items()}}
+        lines += [f"{count:,} {what} outside the vocabulary, {shared}" for what, count in counts.items() if count]
         return [line for line in lines if line]
+
+    def _by_column(self) -> dict[str, ItemVocabulary]:
+        """Return the vocabulary of every column of ids."""
+        found = {"item_id": self.vocabulary, CANDIDATE: self.vocabulary}
+        for feature in self.features.values():
+            if feature.config.kind in ("id", "set") and feature.column != "user_id":
+                found |= dict.fromkeys((feature.column, candidate_column(feature.column)), feature.vocabulary)
+        return found
 
     def _warn_of_empty_ranks(self) -> None:
         """Warn if steps in log order span fewer row groups than there are ranks: the other ranks are empty."""
@@ -122,9 +150,10 @@ class Loader:
                 self.dataset.columns,
                 split=self._split,
                 max_history=config.max_history,
-                vocabulary=self.vocabulary,
+                vocabularies=self._vocabularies,
+                schema=self._schema,
             )
-            self.unknown_items += unknown
+            self.unknown += unknown
             yield order.window_start(window + 1), prepared
 
     def _read(

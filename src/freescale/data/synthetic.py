@@ -42,6 +42,8 @@ CHANCES = {"label_click": ((0.08, 0.08), (0.60, 0.60)), "label_like": ((0.04, 0.
 _LOYAL = 0.7  # fraction of a user's events from the favourite group; the others are any item
 _OFFERED = 0.5  # the same for candidates
 _PLANTED_BLOCK = 4096
+_TRUTH_ROWS = 1024
+_BINS = 1 << 16
 
 
 def draw_lengths(preset: Preset, users: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -168,18 +170,49 @@ def write_planted_log(target: str | Path, *, users: int, catalogue: int = 256, s
         )
 
 
+def true_column(label: str) -> str:
+    """Name of the column with the probabilities of a label."""
+    return label.replace("label_", "true_")
+
+
 def planted_truth(folder: str | Path, label: str) -> tuple[Floats, Floats]:
-    """Probability of every label of a planted log, and the drawn labels (0 or 1)."""
-    columns = [_true(label), label]
-    tables = [pq.read_table(file, columns=columns) for file in sorted(Path(folder).glob("*.parquet"))]
-    chance, drawn = (pa.concat_tables(tables)[name].combine_chunks().flatten().to_numpy() for name in columns)
-    return chance, drawn.astype(np.float64)
+    """Probability of every label of a planted log, and the drawn labels (0 or 1). Missing labels are left out."""
+    chance, drawn = zip(*_truth_batches(folder, label), strict=True)
+    return np.concatenate(chance), np.concatenate(drawn)
+
+
+def _truth_batches(folder: str | Path, label: str) -> Iterator[tuple[Floats, Floats]]:
+    columns = [true_column(label), label]
+    for path in sorted(Path(folder).glob("*.parquet")):
+        for batch in pq.ParquetFile(path).iter_batches(_TRUTH_ROWS, columns=columns):
+            chance, drawn = (batch[name].flatten().to_numpy(zero_copy_only=False) for name in columns)
+            known = ~np.isnan(drawn.astype(np.float64))
+            yield chance[known], drawn[known].astype(np.float64)
 
 
 def planted_optimum(folder: str | Path, label: str) -> float:
     """Best expected normalised entropy of a label of a planted log: that of its true probabilities."""
-    chance, _ = planted_truth(folder, label)
-    return normalised_entropy(chance, chance)
+    count = positive = loss = 0.0
+    for chance, _ in _truth_batches(folder, label):
+        count, positive = count + len(chance), positive + chance.sum()
+        loss += len(chance) * _log_loss(chance, chance)
+    mean = np.array([positive / count])
+    return float(loss / count / _log_loss(mean, mean))
+
+
+def planted_auc(folder: str | Path, label: str) -> float:
+    """Best expected AUC of a label of a planted log: that of its true probabilities.
+
+    The chance that the probability of a positive is above that of a negative, where every event counts as positive with
+    its probability. Probabilities are rounded to 1/65,536, so that memory does not grow with the log.
+    """
+    positive, negative = np.zeros(_BINS), np.zeros(_BINS)
+    for chance, _ in _truth_batches(folder, label):
+        place = np.minimum((chance * _BINS).astype(np.int64), _BINS - 1)
+        positive += np.bincount(place, chance, _BINS)
+        negative += np.bincount(place, 1 - chance, _BINS)
+    below = np.cumsum(negative) - negative / 2  # ties count half
+    return float((positive * below).sum() / (positive.sum() * negative.sum()))
 
 
 def normalised_entropy(predicted: Floats, labels: Floats) -> float:
@@ -208,12 +241,8 @@ def _planted_block(user: Ints, seed: int, items: PlantedItems, rng: np.random.Ge
     for label in CHANCES:
         chance = items.probabilities(label, candidate, group)
         columns[label] = list_array(offered, (rng.random(len(chance)) < chance).astype(np.int8))
-        columns[_true(label)] = list_array(offered, chance)
+        columns[true_column(label)] = list_array(offered, chance)
     return pa.table(columns)
-
-
-def _true(label: str) -> str:
-    return label.replace("label_", "true_")
 
 
 def _offsets(between: tuple[int, int], rows: int, rng: np.random.Generator) -> Ints:

@@ -10,7 +10,7 @@ import glob
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +31,8 @@ from freescale.log import info_once
 from freescale.progress import progress
 
 LogFormat = Literal["parquet", "jsonl", "csv"]
+ColumnUses = Mapping[str, str]
+"""Columns to read, and what each is for, for messages."""
 _HEAD = 1 << 16  # bytes; longer than any header
 _SEPARATORS = (",", ";", "\t", "|")
 Ints = NDArray[np.int64]
@@ -61,15 +63,16 @@ class CsvStyle(NamedTuple):
         return style
 
 
-def find_log_files(sources: Sequence[Path]) -> list[Path]:
-    """Files of a log: paths, matches of globs, and all non-hidden files below folders, sorted by name."""
+def find_log_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
+    """Files of a log: paths, matches of globs, and non-hidden files below folders with names like `pattern`, sorted."""
     files: list[Path] = []
     for source in sources:
         if source.is_file():
             files.append(source)
         elif source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.is_file() and not _hidden(path, source))
-            files += _require_files(inside, "the folder contains no files", source)
+            inside = sorted(path for path in source.rglob(pattern) if path.is_file() and not _hidden(path, source))
+            named = "" if pattern == "*" else f" called {pattern}"
+            files += _require_files(inside, f"the folder contains no files{named}", source)
         elif glob.has_magic(str(source)):
             matches = map(Path, sorted(glob.glob(str(source), recursive=True)))
             files += _require_files([path for path in matches if path.is_file()], "no file matches the pattern", source)
@@ -175,13 +178,13 @@ class TextLog:
     def __init__(self, source: Path, target: Path, quarantine: Quarantine, *, name: str) -> None:
         self._source, self._target, self._quarantine, self._name = source, target, quarantine, name
 
-    def read_csv(self, style: CsvStyle, columns: Sequence[str], *, names: Sequence[str] = ()) -> pl.LazyFrame:
+    def read_csv(self, style: CsvStyle, columns: ColumnUses, *, names: Sequence[str] = ()) -> pl.LazyFrame:
         """Read columns. `names`: names of all columns, for a file without a header."""
         try:
-            head = CsvHeader(list(names), 0, style) if names else read_header(self._source, style, columns)
-            _require_columns(columns, head.names, self._source)
+            head = CsvHeader(list(names), 0, style) if names else read_header(self._source, style, list(columns))
+            require_columns(columns, head.names, self._source)
             with output_errors(self._target), _without_traceback():
-                self._convert(head, columns)
+                self._convert(head, list(columns))
         except (pa.ArrowException, OSError, UnicodeError, LookupError) as error:
             what, remedy = f"the log cannot be read: {reason(error)}", "check the file, --separator and --encoding"
             raise DataError(what, where=str(self._source), remedy=remedy) from error
@@ -189,12 +192,12 @@ class TextLog:
 
     def read_lines(self, encoding: str = "utf-8") -> pl.LazyFrame:
         """Read whole lines into column `line`."""
-        return self.read_csv(LINE._replace(encoding=encoding), ["line"], names=["line"])
+        return self.read_csv(LINE._replace(encoding=encoding), {"line": "the lines"}, names=["line"])
 
-    def read_json(self, encoding: str, columns: Sequence[str]) -> pl.LazyFrame:
+    def read_json(self, encoding: str, columns: ColumnUses) -> pl.LazyFrame:
         """Read fields of one JSON object per line. On a line that is not an object they are null."""
         lines = self.read_lines(encoding)
-        _require_columns(columns, _json_names(lines.select("line").head(_JSON_SAMPLE).collect()["line"]), self._source)
+        require_columns(columns, _json_names(lines.select("line").head(_JSON_SAMPLE).collect()["line"]), self._source)
         line = pl.col("line")
         return lines.select(
             LOG_NUMBER, *(line.str.json_path_match(f"$[{json.dumps(name)}]").alias(name) for name in columns)
@@ -346,10 +349,12 @@ def _json_names(lines: pl.Series) -> list[str]:
     return list(names)
 
 
-def _require_columns(columns: Sequence[str], present: Sequence[str], source: Path) -> None:
-    for name in columns:
+def require_columns(columns: ColumnUses, present: Sequence[str], source: Path) -> None:
+    """Raise unless a file has every column exactly once."""
+    for name, use in columns.items():
         if name not in present:
-            raise DataError(f"the log has no column '{name}'", where=str(source), remedy=suggest(name, present))
+            what = f"the file has no column '{name}' for {use}"
+            raise DataError(what, where=str(source), remedy=suggest(name, present))
         if present.count(name) > 1:
-            what = f"the log has {present.count(name)} columns '{name}'"
+            what = f"the file has {present.count(name)} columns '{name}'"
             raise DataError(what, where=str(source), remedy="rename all but one of them")

@@ -1,14 +1,15 @@
 """Row validation: what a history row is, which rows are unusable, and what happens to them.
 
-A row holds `user_id`, `item_id: list<int64>`, `timestamp: list<int64>`, other features that are either lists of the
-same length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` and `candidate_*` lists of equal
-length. An unusable row is an error or, with on_bad = skip, a counted line in a quarantine file.
+A row holds `user_id`, `item_id: list<int64>`, `timestamp: list<int64>`, other columns that are either lists of the same
+length or scalars, and for ranking `candidate_id: list<int64>` with `label_*` and `candidate_*` lists of equal length. A
+set of ids per event is a list of lists, a set per row a list. An unusable row is an error or, with on_bad = skip, a
+counted line in a quarantine file.
 """
 
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.errors import DataError, FreeScaleError, reason, suggest
+from freescale.data.columns import CANDIDATE, MISSING, Column, ColumnType, is_list_type
+from freescale.errors import DataError, FreeScaleError, reason
 
-REQUIRED = ("user_id", "item_id", "timestamp")
-CANDIDATE = "candidate_id"
 ReportRow = Callable[[int, str, str], None]
 """Callback for each unusable row: its index, the kind of fault, and a description."""
 Fault = tuple[str, str, NDArray[np.bool_]]
@@ -95,37 +95,6 @@ class Quarantine:
         return f"{self.rows:,} rows skipped ({kinds})" + (f"; see {self._path}" if self._path else "")
 
 
-def is_candidate(name: str) -> bool:
-    """Whether a list column belongs to the candidates rather than to the history."""
-    return name.startswith(("candidate_", "label_"))
-
-
-class ColumnType(NamedTuple):
-    """Type of a column."""
-
-    is_list: bool
-    dtype: np.dtype
-
-
-class Column(NamedTuple):
-    """Values of one column: one per row, or for a list column delimited by `offsets`."""
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64] | None = None
-
-    @property
-    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of the values of each row of a list column."""
-        assert self.offsets is not None
-        return self.offsets[:-1], self.offsets[1:]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Values per row of a list column."""
-        begin, end = self.bounds
-        return end - begin
-
-
 class RowGroup(NamedTuple):
     """One decoded row group. Rows keep their stored index; `usable` marks those that passed every check."""
 
@@ -135,51 +104,25 @@ class RowGroup(NamedTuple):
     @staticmethod
     def unreadable(rows: int, kinds: Mapping[str, ColumnType]) -> "RowGroup":
         """Placeholder for an unreadable row group: the right number of rows, none of them usable."""
-        offsets = {name: np.zeros(rows + 1, np.int64) if kind.is_list else None for name, kind in kinds.items()}
-        values = {name: np.zeros(0 if kind.is_list else rows, kind.dtype) for name, kind in kinds.items()}
-        return RowGroup({name: Column(values[name], offsets[name]) for name in kinds}, np.zeros(rows, dtype=bool))
+        columns = {}
+        for name, kind in kinds.items():
+            has_offsets = kind.is_list or kind.is_set
+            offsets = np.zeros(rows + 1, np.int64) if has_offsets else None
+            inner = np.zeros(1, np.int64) if kind.is_list and kind.is_set else None
+            columns[name] = Column(np.zeros(0 if has_offsets else rows, kind.dtype), offsets, inner)
+        return RowGroup(columns, np.zeros(rows, dtype=bool))
 
 
-def select_columns(schema: pa.Schema, features: Sequence[str], location: Location) -> dict[str, ColumnType]:
-    """Types of the columns to read. Raises a DataError if one is missing or has a wrong type."""
-    present = set(schema.names)
-    labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
-    selected = list(dict.fromkeys([*REQUIRED, *features, *labels]))
-    for name in selected:
-        if name not in present:
-            raise DataError(f"column '{name}' is missing", where=str(location), remedy=suggest(name, present))
-    return {name: _column_type(schema.field(name), location) for name in selected}
-
-
-def _column_type(field: pa.Field, location: Location) -> ColumnType:
-    is_list = _is_list(field.type)
-    kind = field.type.value_type if is_list else field.type
-    whole = pa.types.is_integer(kind)
-    number = whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if field.name == "user_id":
-        expected, valid = "a 64-bit integer", whole and not is_list
-    elif field.name in ("item_id", "timestamp", CANDIDATE):
-        expected, valid = "list<int64>", whole and is_list
-    elif is_candidate(field.name):
-        expected, valid = "a list of numbers", number and is_list
-    else:
-        expected, valid = "numbers or lists of them", number
-    if not valid:
-        what = f"column '{field.name}' has type {field.type}, not {expected}"
-        raise DataError(what, where=str(location), remedy="convert the log with `freescale data import events`")
-    return ColumnType(is_list, _number_type(np.dtype(kind.to_pandas_dtype())))
-
-
-def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup:
+def decode_rows(table: pa.Table, kinds: Mapping[str, ColumnType], *, longest: int, report: ReportRow) -> RowGroup:
     """Convert rows to numpy columns, without a copy if there are no nulls, and mark the usable rows."""
     columns: dict[str, Column] = {}
     usable = np.ones(table.num_rows, dtype=bool)
     faults: list[Fault] = []
     for name in table.column_names:
-        columns[name], nulls = _to_numpy(table[name])
+        columns[name], nulls = _to_numpy(table[name], kinds[name])
         if nulls is not None:
             faults.append(("null", f"{name} is null or holds a null", nulls))
-    for kind, what, bad in (*faults, *_faults(columns, longest)):
+    for kind, what, bad in (*faults, *_faults(columns, kinds, longest)):
         for row in np.flatnonzero(bad & usable).tolist():
             usable[row] = False
             report(row, kind, what)
@@ -188,7 +131,7 @@ def decode_rows(table: pa.Table, *, longest: int, report: ReportRow) -> RowGroup
     return RowGroup(columns, usable)
 
 
-def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
+def _faults(columns: dict[str, Column], kinds: Mapping[str, ColumnType], longest: int) -> Iterator[Fault]:
     """Find faulty rows. If there are none, this takes a few passes with few allocations."""
     history = columns["item_id"].lengths
     if history.min(initial=1) < 1:
@@ -200,11 +143,34 @@ def _faults(columns: dict[str, Column], longest: int) -> Iterator[Fault]:
         if name in columns and columns[name].values.min(initial=0) < 0:
             yield "negative id", f"{name} holds a negative id", _any(columns[name], columns[name].values < 0)
     for name, column in columns.items():
-        if column.offsets is not None:
-            reference = CANDIDATE if is_candidate(name) else "item_id"
+        yield from _faulty_values(name, column, kinds[name])
+        if kinds[name].is_list:
+            reference = CANDIDATE if kinds[name].group == "candidates" else "item_id"
             if (unequal := column.lengths != columns[reference].lengths).any():
                 yield "unequal lists", f"{name} and {reference} have unequal lengths", unequal
     yield from _out_of_order(columns["timestamp"])
+
+
+def _faulty_values(name: str, column: Column, kind: ColumnType) -> Iterator[Fault]:
+    """Find ids below 0, and numbers of features that are NaN or infinite."""
+    values = column.values
+    if kind.is_id and values.min(initial=0) < 0:
+        bad = (values < 0) & (values != MISSING)
+        if bad.any():
+            yield "negative id", f"{name} holds a negative id", _rows_with(bad, column)
+    if kind.is_feature and kind.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
+        bad = np.isinf(values) if kind.nullable else ~np.isfinite(values)
+        if bad.any():
+            yield "not a number", f"{name} holds NaN or an infinite number", _rows_with(bad, column)
+
+
+def _rows_with(flags: NDArray[np.bool_], column: Column) -> NDArray[np.bool_]:
+    """Rows with at least one flagged value, of any kind of column."""
+    if column.offsets is None:
+        return flags
+    if column.inner is not None:
+        flags = _any(Column(flags, column.inner), flags)
+    return _any(Column(flags, column.offsets), flags)
 
 
 def _out_of_order(time: Column) -> Iterator[Fault]:
@@ -221,8 +187,13 @@ def _without_unusable(column: Column, usable: NDArray[np.bool_]) -> Column:
     """Remove the values of unusable rows from a list column."""
     if column.offsets is None:
         return column
-    lengths = np.where(usable, column.lengths, 0)
-    return Column(column.values[np.repeat(usable, column.lengths)], np.concatenate([[0], np.cumsum(lengths)]))
+    kept = np.repeat(usable, column.lengths)
+    offsets = np.concatenate([[0], np.cumsum(np.where(usable, column.lengths, 0))])
+    if column.inner is None:
+        return Column(column.values[kept], offsets)
+    sizes = np.diff(column.inner)
+    inner = np.concatenate([[0], np.cumsum(sizes[kept])])
+    return Column(column.values[np.repeat(kept, sizes)], offsets, inner)
 
 
 def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -233,32 +204,53 @@ def _any(column: Column, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return rows
 
 
-def _to_numpy(chunked: pa.ChunkedArray) -> tuple[Column, NDArray[np.bool_] | None]:
-    """Convert a column; also return a mask of the rows that are or contain null, or None."""
+def _to_numpy(chunked: pa.ChunkedArray, kind: ColumnType) -> tuple[Column, NDArray[np.bool_] | None]:
+    """Convert a column; also return a mask of the rows that are or contain a null that is a fault, or None."""
     array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
+    if not is_list_type(array.type):
+        nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count and not kind.nullable else None
+        return Column(_numbers(array, kind)), nulls
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    if not _is_list(array.type):
-        return Column(_numbers(array)), nulls
-    offsets = array.offsets.to_numpy().astype(np.int64)
-    inner = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    column = Column(_numbers(inner), offsets - offsets[0])
-    if inner.null_count:
-        inside = _any(column, inner.is_null().to_numpy(zero_copy_only=False))
-        nulls = inside if nulls is None else nulls | inside
+    if kind.nullable and not kind.is_list:
+        nulls = None  # a set per row: null is an empty set
+    inside, offsets = _flatten(array)
+    if not is_list_type(inside.type):
+        column = Column(_numbers(inside, kind), offsets)
+        holes = inside.null_count and not (kind.nullable and kind.is_list)
+    else:
+        values, inner = _flatten(inside)  # a null set is an empty one
+        column = Column(_numbers(values, kind), offsets, inner)
+        holes = values.null_count or (inside.null_count and not kind.nullable)
+    if holes:
+        bad = _null_entries(inside, kind)
+        faulty = _any(Column(bad, offsets), bad)
+        nulls = faulty if nulls is None else nulls | faulty
     return column, nulls
 
 
-def _numbers(array: pa.Array) -> NDArray[Any]:
+def _flatten(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the values of a list array, and where each list begins and ends in them."""
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    return array.values.slice(offsets[0], offsets[-1] - offsets[0]), offsets - offsets[0]
+
+
+def _null_entries(inside: pa.Array, kind: ColumnType) -> NDArray[np.bool_]:
+    """Return which entries of lists are null, or are sets that hold a null."""
+    bad = inside.is_null().to_numpy(zero_copy_only=False)
+    if not is_list_type(inside.type):
+        return bad
+    values, inner = _flatten(inside)
+    holes = _any(Column(values, inner), values.is_null().to_numpy(zero_copy_only=False))
+    return holes if kind.nullable else holes | bad
+
+
+def _numbers(array: pa.Array, kind: ColumnType) -> NDArray[Any]:
     if array.null_count:
-        array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
-    values = array.to_numpy(zero_copy_only=False)
-    return values.astype(_number_type(values.dtype), copy=False)
+        if kind.nullable and kind.dtype.kind == "f":
+            return array.to_numpy(zero_copy_only=False).astype(kind.dtype)  # nulls become NaN
+        array = array.cast(pa.int64()).fill_null(MISSING) if kind.nullable else array.fill_null(_zero(array.type))
+    return array.to_numpy(zero_copy_only=False).astype(kind.dtype, copy=False)
 
 
-def _number_type(stored: np.dtype) -> np.dtype:
-    """Integers become 64-bit, as table lookups require; other types stay as stored."""
-    return np.dtype(np.int64) if stored.kind in "iu" else stored
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+def _zero(kind: pa.DataType) -> bool | int:
+    return False if pa.types.is_boolean(kind) else 0

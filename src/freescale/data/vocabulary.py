@@ -2,6 +2,7 @@
 
 On disk a vocabulary is `vocabulary.parquet`: row i holds the original key of item i and how often it occurs. In a
 batch, ids outside the vocabulary are hashed to a few shared rows after it, so that a new item always has the same row.
+Every categorical column has a file of that form: `vocabulary-COLUMN.parquet`.
 """
 
 import hashlib
@@ -13,13 +14,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from freescale.data.columns import MISSING
 from freescale.data.dataset import Dataset, manifest_checksum
 from freescale.data.order import splitmix64
 from freescale.errors import DataError
 from freescale.log import warning_once
 
 VOCABULARY_FILE = "vocabulary.parquet"
+"""Vocabulary of the items, beside the data."""
 _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
+
+
+def feature_vocabulary_file(column: str) -> str:
+    """Name of the file with the vocabulary of a categorical column."""
+    return f"vocabulary-{column}.parquet"
 
 
 def fingerprint(keys: pa.Array) -> str:
@@ -38,24 +46,28 @@ def numbered_fingerprint(items: int) -> str:
 
 
 class ItemVocabulary(NamedTuple):
-    """Item ids below `items` are known. `items` = 0: the vocabulary size is unknown and all ids stay as they are."""
+    """Ids below `items` are known. `items` = 0: the vocabulary size is unknown and all ids stay as they are."""
 
     items: int
     oov_rows: int
+    missing: bool = False
+    """Whether missing values have a row of their own, the last one."""
 
     @property
     def rows(self) -> int:
         """Table rows that the model needs."""
-        return self.items + self.oov_rows
+        return self.items + self.oov_rows + self.missing
 
     def map_unknown(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
         """Map out-of-vocabulary ids to the shared rows, and count them. Copies only if there are any."""
         unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
-        count = int(np.count_nonzero(unknown))
-        if not count:
-            return ids, 0
-        shared = self.items + (splitmix64(ids) % np.uint64(self.oov_rows)).astype(np.int64)
-        return np.where(unknown, shared, ids), count
+        count, mapped = int(np.count_nonzero(unknown)), ids
+        if count:
+            shared = self.items + (splitmix64(ids) % np.uint64(self.oov_rows)).astype(np.int64)
+            mapped = np.where(unknown, shared, ids)
+        if self.missing and ids.min(initial=0) == MISSING:
+            mapped = np.where(ids == MISSING, self.rows - 1, mapped)
+        return mapped, count
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class DataIdentity:
     @staticmethod
     def from_dataset(dataset: Dataset) -> "DataIdentity":
         """Identity of an open data set."""
-        columns = {name: _type_name(*kind) for name, kind in dataset.columns.items()}
+        columns = {name: str(kind) for name, kind in dataset.columns.items()}
         if dataset.manifest is None:
             return DataIdentity("", 0, columns, "")
         return DataIdentity(
@@ -101,7 +113,3 @@ def check_recorded_identity(recorded: Mapping[str, Any] | None, current: DataIde
         warning_once(f"the checkpoint records no vocabulary, so {where} is not checked for the same items")
         return
     current.require_same(DataIdentity(**recorded), where=where)
-
-
-def _type_name(is_list: bool, dtype: object) -> str:
-    return f"list<{dtype}>" if is_list else str(dtype)

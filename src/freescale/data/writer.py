@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -90,13 +90,15 @@ def write_dataset(
     items: int,
     vocabulary: str = "",
     note: str = "",
+    features: Mapping[str, int] | None = None,
     groups_per_file: int = GROUPS_PER_FILE,
     expected_rows: int | None = None,
 ) -> Manifest:
     """Write histories in the given order. Creates the folder if it does not exist.
 
     `tables` may have any sizes; memory holds one table and one row group. `items`: all ids are below it. `vocabulary`:
-    fingerprint of the item keys; by default every key equals its id. `expected_rows`: total for the progress bar.
+    fingerprint of the item keys; by default every key equals its id. `features`: size of the vocabulary of every
+    categorical column. `expected_rows`: total for the progress bar.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,8 @@ def write_dataset(
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
         stripes.pop()
-    manifest = Manifest(tuple(stripes), events, items, vocabulary or numbered_fingerprint(items), note)
+    vocabulary = vocabulary or numbered_fingerprint(items)
+    manifest = Manifest(tuple(stripes), events, items, vocabulary, note, dict(features or {}))
     (folder / MANIFEST_FILE).write_bytes(dump_manifest(manifest))
     return manifest
 
@@ -154,8 +157,9 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     # a flipped bit in them would go undetected.
     encodings = {}
     for field in schema:
-        is_list = pa.types.is_list(field.type)
-        leaf, kind = (f"{field.name}.list.element", field.type.value_type) if is_list else (field.name, field.type)
+        leaf, kind = field.name, field.type
+        while pa.types.is_list(kind):
+            leaf, kind = f"{leaf}.list.element", kind.value_type
         if pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind.bit_width >= 32):
             encodings[leaf] = "DELTA_BINARY_PACKED" if field.name in ("timestamp", "user_id") else "BYTE_STREAM_SPLIT"
     disabled = {"use_dictionary": False, "write_statistics": False, "store_schema": False}

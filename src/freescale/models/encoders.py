@@ -22,7 +22,7 @@ class InputEmbedding(nn.Module):
 
     def forward(self, x: Tensor, layout: JaggedLayout, keys: Keys | None) -> Tensor:
         """Embed packed events [tokens, dim]. `keys` enable dropout."""
-        x = x * self._scale + F.embedding(layout.embedding_position, self.position)
+        x = x * self._scale + F.embedding(layout.limits, self.position)
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
 
 

@@ -1,8 +1,9 @@
 """The jagged layout of a batch, and padded batches of samples of similar length.
 
-Tokens of all samples are packed end to end, in each sample the history first and the candidates after it. Operators
-that cannot read this layout work on padded batches: samples are sorted by length and cut into buckets, each padded to
-its own maximum, so that the cost follows the sum of squared lengths and not the longest sample of the batch.
+Tokens of all samples are packed end to end, in each sample the history first and the candidates after it. Each token
+has a limit: it attends to the tokens of its sample before the limit, and to itself. Operators that cannot read this
+layout work on padded batches: samples are sorted by length and cut into buckets, each padded to its own maximum, so
+that the cost follows the sum of squared lengths and not the longest sample of the batch.
 """
 
 import math
@@ -46,9 +47,9 @@ class BiasTables:
     """By bucket of the logarithm of seconds: [TIME_BUCKETS]."""
 
 
-def is_visible(query: Tensor, key: Tensor, history: Tensor) -> Tensor:
-    """Return whether a query position attends to a key position, in a sample with this history length."""
-    return (key <= query) & ((key < history) | (key == query))
+def is_visible(query: Tensor, key: Tensor, limit: Tensor) -> Tensor:
+    """Return whether a query position attends to a key position of its sample; `limit`: that of the query."""
+    return (key < limit) | (key == query)
 
 
 @lru_cache
@@ -75,6 +76,9 @@ class JaggedLayout:
     offsets: Tensor
     candidates: Tensor | None = None
     times: EventTimes | None = None
+    anchors: Tensor | None = None
+    """History tokens that each candidate sees: [candidates of the batch], from 0 to the history length, ascending in
+    each sample. None: every candidate sees the whole history."""
 
     @property
     def tokens(self) -> int:
@@ -103,9 +107,29 @@ class JaggedLayout:
         return torch.arange(self.tokens, device=self.offsets.device) - first
 
     @cached_property
-    def embedding_position(self) -> Tensor:
-        """Position of each token as a model sees it: all candidates share the position after the history."""
-        return torch.minimum(self.position, self.history.repeat_interleave(self.lengths))
+    def limits(self) -> Tensor:
+        """Number of tokens of its sample that each token sees besides itself: [tokens].
+
+        It is also the position of a token in biases and embeddings: that of a candidate is its anchor.
+        """
+        history = self.history.repeat_interleave(self.lengths)
+        if self.anchors is None:
+            return torch.minimum(self.position, history)
+        assert self.candidates is not None
+        return self.position.masked_scatter(self.position >= history, self.anchors)
+
+    @property
+    def key_position(self) -> Tensor:
+        """Position of each token for keyed randomness.
+
+        A candidate has the position that it would have in a sample whose history ends at its anchor.
+        """
+        if self.anchors is None:
+            return self.position
+        token = torch.arange(self.tokens, device=self.offsets.device)
+        is_first = (self.position == 0) | (self.position == self.history.repeat_interleave(self.lengths))
+        is_first |= self.limits != self.limits.roll(1)
+        return self.limits + token - torch.where(is_first, token, 0).cummax(0).values
 
 
 class PerBatchCache(Generic[T]):
@@ -116,12 +140,16 @@ class PerBatchCache(Generic[T]):
         self._cache = WeakTensorKeyDictionary()
 
     def __call__(self, spans: Tensor, *args: Any) -> T:
-        """Return the result for these spans and arguments."""
-        version = 0 if spans.is_inference() else spans._version
-        results, key = self._cache.setdefault(spans, {}), (version, *args)
+        """Return the result for these spans and arguments, which may be tensors, too."""
+        results, key = self._cache.setdefault(spans, {}), tuple(map(_identity, (spans, *args)))
         if key not in results:
-            results[key] = self._compute(spans, *args)
-        return results[key]
+            results[key] = self._compute(spans, *args), args  # keeps the tensors, so that none takes over an id
+        return results[key][0]
+
+
+def _identity(arg: Any) -> Any:
+    """Return what identifies an argument: a tensor by object and version, because comparing values would wait."""
+    return (id(arg), 0 if arg.is_inference() else arg._version) if isinstance(arg, Tensor) else arg
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,12 @@ class LengthBucket:
         if self.single is not None:
             return x[self.single][None]
         return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def gather_limits(self, limits: Tensor) -> Tensor | None:
+        """Return the limits of packed tokens as a padded matrix, or None if no sample has candidates."""
+        if self.history is None:
+            return None
+        return torch.where(self.valid, self.gather(limits), self.history[:, None])  # padding is a last candidate
 
 
 def _length_buckets(spans: Tensor) -> list[LengthBucket]:
@@ -196,6 +230,8 @@ class PaddedBatch:
     q: Tensor
     k: Tensor
     v: Tensor
+    limits: Tensor | None
+    """The limit of each token: [samples, max_length]. None if no sample has candidates: limits are positions."""
     times: EventTimes | None
     """[samples, max_length] as fp64: exact to 2^53, and faster to subtract and convert than integers."""
 
@@ -226,14 +262,14 @@ class PaddedBatch:
 
 
 def padded_batches(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, times: EventTimes | None = None
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor, times: EventTimes | None = None
 ) -> Iterator[PaddedBatch]:
     """Yield all samples of a batch, from packed tokens [tokens, heads, width]."""
     dtype = compute_dtype(q)
     for bucket in length_buckets(spans):
         padded_times = times and EventTimes(bucket.gather(times.event).double(), bucket.gather(times.query).double())
         padded_q, padded_k, padded_v = (_fold_heads(bucket.gather(x)).to(dtype) for x in (q, k, v))
-        yield PaddedBatch(bucket, q.shape[1], padded_q, padded_k, padded_v, padded_times)
+        yield PaddedBatch(bucket, q.shape[1], padded_q, padded_k, padded_v, bucket.gather_limits(limits), padded_times)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -22,10 +22,13 @@ class Keys:
 
     @staticmethod
     def from_layout(layout: JaggedLayout, sample_id: Tensor, *, seed: int, step: int) -> "Keys":
-        """Derive the key of every token from seed, step, sample id and position."""
+        """Derive the key of every token from seed, step, sample id and position.
+
+        A candidate has the key that it would have in a separate sample, whose history ends at its anchor.
+        """
         run = splitmix64(torch.tensor([seed], device=sample_id.device)) ^ step
         sample = splitmix64(sample_id ^ splitmix64(run))
-        return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.position))
+        return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.key_position))
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
         """Drop elements of [tokens, width] with probability `p`. `salt` separates the dropout sites of a model."""

@@ -1,7 +1,8 @@
-"""The ranking task: predict binary labels of the candidates that follow a history."""
+"""The ranking task: predict labels of the candidates that follow a history, or of events inside it (anchors)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -9,10 +10,22 @@ from torch import Tensor, nn
 
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
+from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
-from freescale.models.jagged import EventTimes, JaggedLayout
+from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
+from freescale.models.heads import build_heads, multi_task_loss
+from freescale.models.jagged import JaggedLayout
 from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows
+from freescale.models.tokens import TokenMap
+
+
+class PreparedFeatures(NamedTuple):
+    """The features of a batch, by the group whose entries have them."""
+
+    users: dict[str, FeatureValues]
+    events: dict[str, FeatureValues]
+    candidates: dict[str, FeatureValues]
 
 
 @dataclass(frozen=True)
@@ -20,75 +33,110 @@ class RankingInputs:
     """Histories, each followed by its candidates."""
 
     ids: dict[str, Tensor]
-    layout: JaggedLayout
+    """`item`: of events and candidates, in the order of the tokens."""
+    map: TokenMap
     keys: Keys
-    candidates: Tensor
-    """Indices of the candidate tokens."""
+    features: PreparedFeatures
     labels: Tensor
-    """[candidates, tasks]"""
+    """[candidates, tasks]; NaN: no label."""
+    count: int
+    """Number of labels."""
 
     @property
-    def count(self) -> int:
-        """Number of labels."""
-        return self.labels.numel()
+    def layout(self) -> JaggedLayout:
+        """The layout of the tokens."""
+        return self.map.layout
 
 
 class Ranking(nn.Module):
     """An encoder with one head per label on its candidates."""
 
-    def __init__(self, config: RunConfig, *, items: int) -> None:
+    def __init__(self, config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> None:
         super().__init__()
-        self.tables = {"item": (items, config.model.dim)}
-        self._seed, self.labels = config.seed, config.task.labels
-        self.encoder = build_encoder(config.model, max_seq_len=config.data.max_history + 1)
-        self.is_candidate = nn.Parameter(torch.empty(config.model.dim).normal_(std=config.model.dim**-0.5))
-        self.head = nn.Linear(config.model.dim, len(self.labels))
+        dim = config.model.dim
+        self._seed, self.task = config.seed, config.task
+        self.features = FeatureEmbedding(features or {}, dim, deviation=config.tables.init)
+        self.tables = {"item": (items, dim), **self.features.tables}
+        self._prefix = len(self.features.applicable("sample"))
+        self.encoder = build_encoder(config.model, max_seq_len=self._prefix + config.data.max_history + 1)
+        self.is_candidate = nn.Parameter(torch.empty(dim).normal_(std=dim**-0.5))
+        self.head = build_heads(config.task, dim)
 
     def prepare(self, batch: Batch) -> RankingInputs:
         """Append the candidates of each sample to its history."""
         assert batch.candidates is not None  # `build` refuses data without candidates
-        lengths, candidate_counts = batch.history.lengths, batch.candidates.lengths
-        offsets = torch.cat([candidate_counts.new_zeros(1), (lengths + candidate_counts).cumsum(0)])
-        layout = JaggedLayout(offsets, candidate_counts)
-        is_candidate = layout.position >= lengths.repeat_interleave(layout.lengths)
-        ids = batch.history["item_id"].new_empty(layout.tokens)
-        ids[is_candidate], ids[~is_candidate] = batch.candidates["candidate_id"], batch.history["item_id"]
-        event = batch.history["timestamp"].new_empty(layout.tokens)
-        event[is_candidate] = _last_event_time(batch).repeat_interleave(candidate_counts)
-        event[~is_candidate] = batch.history["timestamp"]
+        history, candidates = batch.history, batch.candidates
+        tokens = TokenMap.from_batch(batch, prefix=self._prefix, candidates=True)
+        count, table_ids = len(history["item_id"]) + len(candidates["candidate_id"]), TableIds()
+        both = (tokens.events, history["item_id"]), (tokens.candidates, candidates["candidate_id"])
+        size = count + len(tokens.prefix)
+        items = tokens.place(*both, tokens=size)
+        table_ids.add("item", items if not self._prefix else items[_without(tokens.prefix, size)])
+        event = tokens.place(
+            (tokens.events, history["timestamp"]), (tokens.candidates, _candidate_times(batch)), tokens=size
+        )
+        features = PreparedFeatures(
+            self.features.prepare(batch, "sample", table_ids),
+            self.features.prepare(batch, "history", table_ids),
+            self.features.prepare(batch, "candidates", table_ids),
+        )
+        labels = torch.stack([candidates[name] for name in self.task.labels], dim=1)
         return RankingInputs(
-            ids={"item": ids},
-            layout=replace(layout, times=EventTimes(event, event)),
-            keys=Keys.from_layout(layout, batch.sample_id, seed=self._seed, step=batch.step_key),
-            candidates=is_candidate.nonzero()[:, 0],
-            labels=torch.stack([batch.candidates[name] for name in self.labels], dim=1),
+            ids=table_ids.joined(self.tables, history["item_id"]),
+            map=tokens.with_times(event, event),
+            keys=Keys.from_layout(tokens.layout, batch.sample_id, seed=self._seed, step=batch.step_key),
+            features=features,
+            labels=labels,
+            count=int(labels.isfinite().sum()),
         )
 
     def forward(self, inputs: RankingInputs, rows: Mapping[str, Rows]) -> Tensor:
-        """Return the sum of the binary cross entropies of all labels."""
-        logits = self._logits(inputs, rows, inputs.keys)
-        return binary_cross_entropy_sum(logits, inputs.labels.to(logits.dtype))
+        """Return the sum of the losses of all labels."""
+        return multi_task_loss(self._outputs(inputs, rows, inputs.keys), inputs.labels, self.task)
 
-    def logits(self, inputs: RankingInputs, rows: Mapping[str, Rows]) -> Tensor:
-        """Return the logits of every candidate [candidates, tasks], without dropout."""
-        return self._logits(inputs, rows, None)
+    def outputs(self, inputs: RankingInputs, rows: Mapping[str, Rows]) -> Tensor:
+        """Return the output of every head for every candidate [candidates, tasks], without dropout.
 
-    def _logits(self, inputs: RankingInputs, rows: Mapping[str, Rows], keys: Keys | None) -> Tensor:
-        x = rows["item"].lookup()
-        x = x.index_add(0, inputs.candidates, self.is_candidate.expand(len(inputs.candidates), -1).to(x.dtype))
-        output = self.encoder(x, inputs.layout, keys)
-        return self.head(output[inputs.candidates])
+        A logit for a binary label, else the predicted number.
+        """
+        return self._outputs(inputs, rows, None)
+
+    def _outputs(self, inputs: RankingInputs, rows: Mapping[str, Rows], keys: Keys | None) -> Tensor:
+        tokens, features = inputs.map, inputs.features
+        x = self._embed_items(inputs, rows)
+        if features.users:
+            users = self.features.tokens(features.users, rows)
+            x = x.index_copy(0, tokens.prefix, users.flatten(0, 1).to(x.dtype))
+        for index, values in ((tokens.events, features.events), (tokens.candidates, features.candidates)):
+            added = self.features(values, rows)
+            x = x if added is None else x.index_add(0, index, added.to(x.dtype))
+        x = x.index_add(0, tokens.candidates, self.is_candidate.expand(len(tokens.candidates), -1).to(x.dtype))
+        output = self.encoder(x, tokens.layout, keys)
+        return self.head(output[tokens.candidates])
+
+    def _embed_items(self, inputs: RankingInputs, rows: Mapping[str, Rows]) -> Tensor:
+        """Return the item rows of all tokens, 0 for prefix tokens."""
+        tokens, table = inputs.map, rows["item"]
+        size = len(tokens.events) + len(tokens.candidates)
+        items = F.embedding(table.index[:size], table.values)
+        if not self._prefix:
+            return items
+        total = size + len(tokens.prefix)
+        return items.new_zeros(total, items.shape[1]).index_copy(0, _without(tokens.prefix, total), items)
 
 
-def binary_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the binary cross entropies of several tasks [candidates, tasks]."""
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+def _without(prefix: Tensor, total: int) -> Tensor:
+    """Return the tokens that are not prefix tokens, in order."""
+    is_item = torch.ones(total, dtype=torch.bool, device=prefix.device).index_fill(0, prefix, False)
+    return is_item.nonzero()[:, 0]
 
 
-def _last_event_time(batch: Batch) -> Tensor:
-    """Return the time of each sample's last event, 0 without events."""
-    time = batch.history["timestamp"]
-    nonempty = batch.history.lengths > 0
+def _candidate_times(batch: Batch) -> Tensor:
+    """Return the time of each candidate: its own, else that of the last event of its sample, 0 without events."""
+    assert batch.candidates is not None
+    if "candidate_timestamp" in batch.candidates.features:
+        return batch.candidates["candidate_timestamp"]
+    time, nonempty = batch.history["timestamp"], batch.history.lengths > 0
     last = time.new_zeros(len(batch))
     last[nonempty] = time[batch.history.offsets[1:][nonempty] - 1]
-    return last
+    return last.repeat_interleave(batch.candidates.lengths)

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from freescale import deterministic
 from freescale.config import RunConfig
-from freescale.data.batch import Batch
+from freescale.data.batch import Batch, Events
+from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
-from freescale.models.jagged import EventTimes, JaggedLayout
+from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
+from freescale.models.jagged import JaggedLayout
 from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows
+from freescale.models.tokens import TokenMap
 
 _NEGATIVES_SALT = 1 << 20  # distinct from the salts of all dropout sites
 _CHUNK = 128  # tokens per chunk: their scores stay in the cache of a core
@@ -27,56 +30,93 @@ class RetrievalInputs:
 
     ids: dict[str, Tensor]
     """`item`: all events; in training followed by the negatives of all events."""
-    layout: JaggedLayout
+    map: TokenMap
+    features: tuple[dict[str, FeatureValues], dict[str, FeatureValues]]
+    """Of the samples, which become prefix tokens, and of the events."""
     keys: Keys | None
     """Enable dropout."""
+    events: Events
+    """The histories."""
+
+    @property
+    def layout(self) -> JaggedLayout:
+        """The layout of the tokens."""
+        return self.map.layout
 
     @property
     def count(self) -> int:
         """Number of events that have a next event."""
-        return int((self.layout.lengths - 1).clamp(min=0).sum())
+        return int((self.events.lengths - 1).clamp(min=0).sum())
 
 
 class Retrieval(nn.Module):
     """An encoder and the loss of its outputs against the items."""
 
-    def __init__(self, config: RunConfig, *, items: int) -> None:
+    def __init__(self, config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> None:
         super().__init__()
-        self.tables = {"item": (items, config.model.dim)}
+        self.features = FeatureEmbedding(features or {}, config.model.dim, deviation=config.tables.init)
+        self.tables = {"item": (items, config.model.dim), **self.features.tables}
         self._items, self._seed, self._task = items, config.seed, config.task
-        self.encoder = build_encoder(config.model, max_seq_len=config.data.max_history)
+        self._actions = {name for name, feature in (features or {}).items() if feature.config.scope == "event"}
+        self._prefix = len(self.features.applicable("sample"))
+        tokens = config.data.max_history * (1 + config.task.interleave)
+        self.encoder = build_encoder(config.model, max_seq_len=self._prefix + tokens)
 
     def prepare(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for training."""
         inputs = self.prepare_query(batch)
         keys = Keys.from_layout(inputs.layout, batch.sample_id, seed=self._seed, step=batch.step_key)
-        negatives = keys.randint(self._task.negatives, self._items, salt=_NEGATIVES_SALT)
-        return replace(inputs, ids={"item": torch.cat([inputs.ids["item"], negatives.flatten()])}, keys=keys)
+        of_events = Keys(keys.token[inputs.map.events])
+        negatives = of_events.randint(self._task.negatives, self._items, salt=_NEGATIVES_SALT)
+        ids = {**inputs.ids, "item": torch.cat([inputs.ids["item"], negatives.flatten()])}
+        return replace(inputs, ids=ids, keys=keys)
 
     def prepare_query(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for predicting the item after the last event of each sample."""
-        times = EventTimes(batch.history["timestamp"], _query_times(batch))
-        return RetrievalInputs(
-            {"item": batch.history["item_id"]}, JaggedLayout(batch.history.offsets, times=times), None
-        )
+        tokens, ids = TokenMap.from_batch(batch, prefix=self._prefix, interleave=self._task.interleave), TableIds()
+        ids.add("item", batch.history["item_id"])
+        features = self.features.prepare(batch, "sample", ids), self.features.prepare(batch, "history", ids)
+        event, query = batch.history["timestamp"], _query_times(batch)
+        if len(tokens.prefix) or self._task.interleave:
+            size = len(tokens.prefix) + len(event) * (1 + self._task.interleave)
+            own, both = (tokens.events, event), (event, query)
+            event, query = (tokens.place(own, (tokens.actions, times), tokens=size) for times in both)
+        tokens = tokens.with_times(event, query)
+        return RetrievalInputs(ids.joined(self.tables, batch.history["item_id"]), tokens, features, None, batch.history)
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the sum of the losses of all events that have a next event."""
-        items, layout, tokens = rows["item"], inputs.layout, inputs.layout.tokens
-        output = self.encoder(F.embedding(items.index[:tokens], items.values), layout, inputs.keys)
-        queries = (layout.position + 1 < layout.lengths.repeat_interleave(layout.lengths)).nonzero()[:, 0]
+        items, events, count = rows["item"], inputs.events, len(inputs.map.events)
+        output = self.encoder(self._embed(inputs, rows), inputs.layout, inputs.keys)
+        following = events.offsets[1:].repeat_interleave(events.lengths, output_size=count)
+        queries = (torch.arange(1, count + 1, device=following.device) < following).nonzero()[:, 0]
         positive = items.index[queries + 1]
-        negatives = items.index[tokens:].view(tokens, self._task.negatives)[queries]
-        temperature = self._task.temperature
-        return sampled_softmax(
-            output[queries], items.values, positive=positive, negatives=negatives, temperature=temperature
-        )
+        negatives = items.index[len(items.index) - count * self._task.negatives :].view(count, self._task.negatives)[
+            queries
+        ]
+        output, temperature = output[inputs.map.actions[queries]], self._task.temperature
+        return sampled_softmax(output, items.values, positive=positive, negatives=negatives, temperature=temperature)
+
+    def _embed(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
+        """Return the embeddings of all tokens."""
+        tokens, table, (users, events) = inputs.map, rows["item"], inputs.features
+        actions = {name: v for name, v in events.items() if self._task.interleave and name in self._actions}
+        added = self.features({name: v for name, v in events.items() if name not in actions}, rows)
+        x = F.embedding(table.index[: len(tokens.events)], table.values)
+        x = x if added is None else x + added.to(x.dtype)
+        parts = [(tokens.events, x)]
+        if self._task.interleave:
+            of_actions = self.features(actions, rows)
+            parts.append((tokens.actions, torch.zeros_like(x) if of_actions is None else of_actions.to(x.dtype)))
+        if users:
+            parts.append((tokens.prefix, self.features.tokens(users, rows).flatten(0, 1).to(x.dtype)))
+        return x if len(parts) == 1 else tokens.place(*parts, tokens=sum(len(index) for index, _ in parts))
 
     def encode_query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the query vector of each sample, to compare with `encode_items`; 0 without events."""
-        output = self.encoder(rows["item"].lookup(), inputs.layout, None)
+        output = self.encoder(self._embed(inputs, rows), inputs.layout, None)
         last = inputs.layout.offsets[1:] - 1
-        nonempty = inputs.layout.lengths > 0
+        nonempty = inputs.events.lengths > 0
         vectors = output.new_zeros(len(last), output.shape[1])
         vectors[nonempty] = F.normalize(output[last[nonempty]], dim=-1)
         return vectors

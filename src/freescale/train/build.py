@@ -34,9 +34,9 @@ from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.progress import progress
 from freescale.train.checkpoint_manager import TrainerComponents
-from freescale.train.evaluation import build_evaluation, require_labels
+from freescale.train.evaluation import build_evaluation
 from freescale.train.metrics_logger import MetricsLogger
-from freescale.train.sharded_model import build_model, build_optimizer, build_sharded_model, data_parallel
+from freescale.train.sharded_model import build_model_for, build_optimizer, build_sharded_model, data_parallel
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
@@ -91,12 +91,10 @@ def build(
     `quiet`: print nothing; the files are written all the same.
     """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
-    loader = Loader(
-        config.data, seed=config.seed, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine
-    )
+    loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine)
     _require_columns(config, loader)
     transports = _select_transports(config, world, loader)
-    model_or_default = model or build_model(config, items=loader.vocabulary.rows)
+    model_or_default = model or build_model_for(config, loader)
     sharded = build_sharded_model(config, world, model_or_default, transports.urgent)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
@@ -189,7 +187,15 @@ def _balance(
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
     transport, hosts = transport_for_samples(transport_name, timeout=config.train.timeout)
-    planner = Planner(cost, config.balance, world_size=world.world_size, hosts=hosts, is_rank_zero=world.is_rank_zero)
+    anchored = config.task.anchors != "none"
+    planner = Planner(
+        cost,
+        config.balance,
+        world_size=world.world_size,
+        hosts=hosts,
+        is_rank_zero=world.is_rank_zero,
+        anchored=anchored,
+    )
     transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
     return BalancedBatches(loader, SampleExchange(transport, planner)), planner
 
@@ -200,7 +206,6 @@ def _require_columns(config: RunConfig, loader: Loader) -> None:
         what = "this data set has no item count, so the size of the item table is unknown"
         remedy = f"count the items: freescale data import histories {config.data.path} NEW_FOLDER"
         raise DataError(what, where=config.data.path, remedy=remedy)
-    require_labels(config, loader, "the data")
 
 
 def _review(components: TrainerComponents, checkpoint: Path, facts: Mapping[str, Any], *, accept_changes: bool) -> None:

@@ -1,43 +1,39 @@
-"""Metrics over held-out data, the same on every rank: retrieval over the whole corpus, ranking by TorchRec's metrics.
+"""Evaluation on held-out data, the same on every rank: retrieval over the whole corpus, or `ranking_metrics`.
 
 Retrieval scores the corpus in chunks, so that no rank holds more than one chunk of its rows.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from freescale import deterministic
 from freescale.config import RunConfig
 from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
+from freescale.data.feature_schema import FeatureSchema
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import DataIdentity
-from freescale.errors import ConfigError, DataError, suggest
+from freescale.errors import DataError
 from freescale.log import warning_once
-from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 from freescale.progress import track
+from freescale.train.ranking_metrics import Ranker, ranking_metrics
 from freescale.train.sharded_model import SequenceModule
 from freescale.transport.world import World
 
 CUTOFFS = (10, 50, 200)
 SAMPLES_PER_RANK = 512
 """Samples that a rank scores at a time: the rows of the corpus are fetched once for all of them."""
-# TorchRec computes AUC over a window, which it divides by the world size: this one is larger than any data set. The
-# window of NE also drops all but the last thousand batches, so NE is read over the lifetime.
-_WINDOW = 1 << 62
-_REPORTED = {"ne": "lifetime_ne", "auc": "window_auc"}
 Evaluation = Callable[[], dict[str, float]]
 
 
 def build_evaluation(config: RunConfig, world: World, module: SequenceModule) -> Evaluation | None:
     """Return the function that evaluates a run of this config; None where there is nothing to evaluate on."""
-    if not config.data.test_path and (config.data.split == "none" or config.task.kind == "ranking"):
+    anchored = config.task.anchors != "none"
+    if not config.data.test_path and (config.data.split == "none" or (config.task.kind == "ranking" and not anchored)):
         return None
     if config.data.test_path:
         _require_matching_data(config, world)
@@ -79,15 +75,15 @@ def _test_loader(config: RunConfig, world: World) -> Loader:
         # Where training holds out nothing, retrieval still needs a target: the last event.
         last = data.split == "none" and config.task.kind == "retrieval"
         data = replace(data, path=data.test_path, split="last" if last else data.split)
-    return Loader(data, seed=config.seed, rank=world.rank, world_size=world.world_size, part="test")
+    return Loader.from_run(config, rank=world.rank, world_size=world.world_size, data=data, part="test")
 
 
 def _require_matching_data(config: RunConfig, world: World) -> None:
     """Refuse test data that does not fit the model, before training starts."""
     loader = _test_loader(config, world)
-    trained = Dataset(config.data.path, features=config.data.features)
+    columns = [*config.data.columns, *FeatureSchema.from_config(config).columns()]
+    trained = Dataset(config.data.path, features=columns)
     loader.identity.require_same(DataIdentity.from_dataset(trained), where=f"data.test_path = {config.data.test_path}")
-    require_labels(config, loader, "data.test_path")
 
 
 def _require_targets(config: RunConfig, world: World) -> None:
@@ -116,15 +112,6 @@ def _no_targets_error(config: RunConfig) -> DataError:
     else:
         why, remedy = "every history has fewer than 2 events", "give a log with longer histories, or data.split = none"
     return DataError(f"nothing to evaluate on: {why}", where=data.test_path or data.path, remedy=remedy)
-
-
-def require_labels(config: RunConfig, loader: Loader, where: str) -> None:
-    """Refuse data without the label columns of the task."""
-    columns = loader.dataset.columns
-    for label in config.task.labels:
-        if label not in columns:
-            what = f"task.labels names '{label}', which {where} does not have"
-            raise ConfigError(what, key="task.labels", where=loader.dataset.address, remedy=suggest(label, columns))
 
 
 class TargetRanks(NamedTuple):
@@ -264,73 +251,3 @@ def sum_retrieval_metrics(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
     empty = torch.zeros(0, dtype=torch.float64)
     start = retrieval_sums(TargetRanks(empty, empty, empty))
     return sum((retrieval_sums(corpus.target_ranks(batch)).cpu() for batch in batches), start=start)
-
-
-@dataclass(frozen=True)
-class Ranker:
-    """A model that scores candidates. Every rank must call it equally often: fetching rows is collective."""
-
-    module: SequenceModule
-    device: torch.device
-
-    @torch.no_grad()
-    def probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the predicted probability of each label of each candidate, and the label: [candidates, tasks] both."""
-        inputs = self.model.prepare(batch.to(self.device))
-        logits = self.model.logits(inputs, self.module.read_rows(inputs.ids))
-        return logits.double().sigmoid(), inputs.labels.double()
-
-    @property
-    def model(self) -> Ranking:
-        """The model itself."""
-        assert isinstance(self.module.model, Ranking)  # other tasks have no candidates
-        return self.module.model
-
-
-def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> dict[str, float]:
-    """Return normalized entropy and AUC of each task over the batches of all ranks. A rank may have no candidate."""
-    from torchrec.metrics.metrics_config import RecTaskInfo  # takes seconds to import
-    from torchrec.metrics.ne import NEMetric
-
-    labels = ranker.model.labels
-    settings: dict[str, Any] = {
-        "world_size": world.world_size,
-        "my_rank": world.rank,
-        "batch_size": 1,  # TorchRec only compares it with the window
-        "window_size": _WINDOW,
-        "tasks": [RecTaskInfo(name=label) for label in labels],
-        "compute_on_all_ranks": True,
-        "process_group": world.group,
-    }
-    metrics = [kind(**settings).to(world.device) for kind in (NEMetric, _tie_averaging_auc())]
-    for batch in batches:
-        predictions, targets = (dict(zip(labels, of.unbind(1), strict=True)) for of in ranker.probabilities(batch))
-        for metric in metrics:
-            metric.update(predictions=predictions, labels=targets, weights=None)
-    with warnings.catch_warnings(), world.transport.guard("metrics"):
-        warnings.filterwarnings("ignore", "The ``compute`` method")  # raised on a rank without candidates
-        warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # torchmetrics gathers unequal ranks so
-        values = {name: value for metric in metrics for name, value in metric.compute().items()}
-    names = [(kind, label, key) for kind, key in _REPORTED.items() for label in labels]
-    return {f"{kind}/{label}": float(values[f"{kind}-{label}|{key}"]) for kind, label, key in names}
-
-
-def _tie_averaging_auc() -> Any:
-    """Return an AUC metric in which equal predictions share their labels: TorchRec's depends on arrival order."""
-    from torchrec.metrics import auc
-
-    class TieAveragingAUCComputation(auc.AUCMetricComputation):
-        def _compute(self) -> Any:
-            states = (getattr(self, name) for name in (auc.PREDICTIONS, auc.LABELS, auc.WEIGHTS))
-            predictions, labels, weights = (torch.cat(state, dim=-1)[0] for state in states)
-            _, group = predictions.unique(return_inverse=True)
-            zeros = predictions.new_zeros(len(predictions)).double()
-            positive = deterministic.index_add_(zeros.clone(), group, (labels * weights).double())
-            share = positive / deterministic.index_add_(zeros.clone(), group, weights.double())
-            setattr(self, auc.LABELS, [share[group].nan_to_num(0.0).float()[None]])
-            return super()._compute()
-
-    class TieAveragingAUC(auc.AUCMetric):
-        _computation_class = TieAveragingAUCComputation
-
-    return TieAveragingAUC

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.bubbles.recorder import Recorder, record_comm_hook
 from freescale.config import RunConfig
+from freescale.data.feature_schema import Feature, measure_numbers
+from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
 from freescale.embedding.tables import ReplicatedTables, Table
@@ -58,8 +60,12 @@ class SequenceModule(nn.Module):
         return {name: Rows(fetched[name], unique.inverse) for name, unique in ids.items()}
 
     def read_rows(self, ids: Mapping[str, Tensor]) -> dict[str, Rows]:
-        """Return the rows of ids without preparing an update. With sharded tables this is a collective."""
-        (unique,) = self.unique_ids([ids])
+        """Return the rows of ids without preparing an update. With sharded tables this is a collective.
+
+        Tables that are not named have no ids.
+        """
+        none = next(iter(ids.values())).new_zeros(0)
+        (unique,) = self.unique_ids([dict.fromkeys(self.model.tables, none) | dict(ids)])
         return self.rows(unique, None if self.sharded is None else self.sharded.read(unique))
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -106,10 +112,21 @@ def model_tables(config: RunConfig, model: Model) -> list[Table]:
     return [Table(name, rows, dim, config.tables.owners) for name, (rows, dim) in model.tables.items()]
 
 
-def build_model(config: RunConfig, *, items: int) -> Model:
-    """Build the model that the config names. `config.seed` determines its weights."""
+def build_model(config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> Model:
+    """Build the model that the config names. `config.seed` determines its weights.
+
+    `items`: rows of the item table. `features`: those of the config, as the loader has resolved them.
+    """
     torch.manual_seed(config.seed)
-    return _MODELS[config.task.kind](config, items=items)
+    return _MODELS[config.task.kind](config, items=items, features=features)
+
+
+def build_model_for(config: RunConfig, loader: Loader) -> Model:
+    """Build the model of a config for the data of a loader, with the statistics of its numbers."""
+    model = build_model(config, items=loader.vocabulary.rows, features=loader.features)
+    if statistics := measure_numbers(loader.dataset, loader.features):
+        model.features.set_statistics(statistics)  # type: ignore[attr-defined]
+    return model
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -132,6 +149,7 @@ def data_parallel(module: SequenceModule, world: World, recorder: Recorder | Non
         module,
         process_group=world.group,
         find_unused_parameters=True,
+        forward_sync_buffers=False,  # the statistics of features do not change
         bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # DDP accepts fractions
     )
     hook = _sum_gradients if recorder is None else record_comm_hook(_sum_gradients, recorder)

@@ -56,9 +56,10 @@ def load_config(run: Path, data: str | None = None) -> configs.RunConfig:
 def load_trained_model(run: Path, config: configs.RunConfig, world: World) -> TrainedModel:
     """Load the newest complete checkpoint of a run, whatever world size wrote it."""
     newest = require_complete(run)
-    loader = Loader(config.data, seed=config.seed, rank=world.rank, world_size=world.world_size)
+    loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size)
     check_recorded_identity(checkpoints.read_facts(newest).get("data"), loader.identity, where=config.data.path)
-    sharded = build_sharded_model(config, world, build_model(config, items=loader.vocabulary.rows))
+    model = build_model(config, items=loader.vocabulary.rows, features=loader.features)
+    sharded = build_sharded_model(config, world, model)
     tensors = checkpoints.model_tensors(sharded.module, sharded.tables, rank=world.rank, world_size=world.world_size)
     return TrainedModel(config, world, sharded, loader.vocabulary.items, checkpoints.load(newest, tensors)["step"])
 
@@ -136,7 +137,7 @@ def write_predictions(trained: TrainedModel, folder: Path, *, count: int) -> Pre
         raise UsageError(what, where=str(folder), remedy="choose another folder")
     world.transport.sum(0, name="look at the folder")  # no rank writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
-    loader = Loader(data, seed=trained.config.seed, rank=world.rank, world_size=world.world_size)
+    loader = Loader.from_run(trained.config, rank=world.rank, world_size=world.world_size, data=data)
     keys = _LogKeys.read(Path(data.path))
     users = short = 0
     with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", keys.schema()) as writer:

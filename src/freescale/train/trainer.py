@@ -171,8 +171,8 @@ class Trainer:
         lengths = batch.history.lengths.numpy()
         candidates = np.zeros_like(lengths) if batch.candidates is None else batch.candidates.lengths.numpy()
         if self._stopwatch is not None:
-            self._stopwatch.record_samples(self.progress.done, lengths, candidates)
-        return float(self.components.cost.of(lengths, candidates).sum())
+            self._stopwatch.record_samples(self.progress.done, lengths, candidates, batch.visible_events)
+        return float(self.components.cost.of(lengths, candidates, batch.visible_events).sum())
 
     def _learning_rates(self) -> LearningRates:
         factor = lr_factor(self.progress.done, self.components.steps, self._train)

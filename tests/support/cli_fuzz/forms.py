@@ -113,7 +113,7 @@ FORMS = {
         (Option("target", "output", ("out/new",)),),
         ("--users", "20", "--items", "300", "--shorter", "20"),
         (
-            Option("--preset", "choice", ("kuairand", "ml1m", "heavy", "planted")),
+            Option("--preset", "choice", ("kuairand", "ml1m", "heavy", "planted", "yambda", "kuairand-ranking")),
             Option("--users", "work", ("1", "30")),
             Option("--items", "work", ("256", "1000")),
             Option("--popularity", "choice", ("public", "production")),

@@ -1,6 +1,7 @@
 """Attention over jagged sequences.
 
-Every token attends to itself and to earlier tokens. A candidate attends to the history and itself, never to another
-candidate. `reference` defines the semantics. `operators` holds the torch operators and selects the implementation of
-HSTU attention: `triton_launch` with `triton_kernels` on a GPU, else `blocks`, with C code where there is a compiler.
+Every token attends to the tokens of its sample before its limit, and to itself. The limit of a history token is its
+position; that of a candidate is its anchor, the number of history tokens that it sees. `reference` defines the
+semantics. `operators` holds the torch operators and selects the implementation of HSTU attention: `triton_launch` with
+`triton_kernels` on a GPU, else `blocks`, with C code where there is a compiler.
 """

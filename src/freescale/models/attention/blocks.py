@@ -47,7 +47,7 @@ def forward(x: AttentionInputs) -> Tensor:
     """Return the output of HSTU attention."""
     out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     pairs, buffer = select_pairs(x), ScratchBuffer()
-    for batch in padded_batches(x.q, x.k, x.v, x.spans, EventTimes(x.event_time, x.query_time)):
+    for batch in padded_batches(x.q, x.k, x.v, x.spans, x.limits, EventTimes(x.event_time, x.query_time)):
         mixed = torch.empty_like(batch.v)
         for rows in batch.query_blocks():
             keys = slice(0, rows.stop)
@@ -62,7 +62,7 @@ def backward(x: AttentionInputs, d_out: Tensor) -> AttentionGradients:
     """Return the gradients of HSTU attention."""
     d_q, d_k, d_v = (torch.empty_like(operand, memory_format=torch.contiguous_format) for operand in (x.q, x.k, x.v))
     pairs, buffer, d_buffer = select_pairs(x), ScratchBuffer(), ScratchBuffer()
-    for batch in padded_batches(x.q, x.k, x.v, x.spans, EventTimes(x.event_time, x.query_time)):
+    for batch in padded_batches(x.q, x.k, x.v, x.spans, x.limits, EventTimes(x.event_time, x.query_time)):
         gradient = batch.pad(d_out) / x.scale
         padded_dq, padded_dk, padded_dv = (
             torch.empty_like(batch.q),
@@ -134,7 +134,7 @@ class TorchPairs:
         _mask_(d_score, batch, rows)
         by_sample = d_score.unflatten(0, (batch.samples, -1)).sum(1)
         deterministic.index_add_(self._d_time, buckets.flatten(), by_sample.flatten())
-        if batch.bucket.history is None:
+        if batch.limits is None:
             _add_diagonals_(by_sample.sum(0), self._d_position)
         else:
             deterministic.index_add_(self._d_position, _distance(batch, rows).flatten(), by_sample.flatten())
@@ -152,7 +152,7 @@ class TorchPairs:
 
     def _biases(self, batch: PaddedBatch, rows: slice, buckets: Tensor) -> Tensor:
         biases = self._time.index_select(0, buckets.flatten()).view(buckets.shape)
-        if batch.bucket.history is None:
+        if batch.limits is None:
             return biases.add_(_position_band(self._position, rows))
         distance = _distance(batch, rows)
         return biases.add_(self._position.index_select(0, distance.flatten()).view(distance.shape))
@@ -165,10 +165,10 @@ def _add_(score: Tensor, biases: Tensor) -> None:
 
 def _mask_(pairs: Tensor, batch: PaddedBatch, rows: slice) -> None:
     """Set invisible pairs to 0."""
-    if batch.bucket.history is None:
+    if batch.limits is None:
         pairs[:, :, rows].tril_()
     else:
-        visible = is_visible(*batch.positions(rows), batch.bucket.history[:, None, None])
+        visible = is_visible(*batch.positions(rows), batch.limits[:, rows, None])
         pairs.unflatten(0, (batch.samples, -1)).mul_(visible[:, None])
 
 
@@ -188,10 +188,10 @@ def _add_diagonals_(pairs: Tensor, by_distance: Tensor) -> None:
 
 
 def _distance(batch: PaddedBatch, rows: slice) -> Tensor:
-    """Return distances in positions. All candidates share the position after the history."""
-    query, key = batch.positions(rows)
-    assert batch.bucket.history is not None
-    return (torch.minimum(query, batch.bucket.history[:, None, None]) - key).clamp_(min=0)
+    """Return distances in positions. The position of a query is its limit."""
+    _, key = batch.positions(rows)
+    assert batch.limits is not None
+    return (batch.limits[:, rows, None] - key).clamp_(min=0)
 
 
 class _PairBlock(ctypes.Structure):
@@ -201,7 +201,10 @@ class _PairBlock(ctypes.Structure):
         *((name, _Count) for name in ("samples", "heads", "rows", "keys", "begin", "max_length")),
         *(
             (name, _Pointer)
-            for name in ("history", "query_time", "event_time", "time", "by_cell", "bucket_of_cell", "reversed")
+            for name in (
+                *("history", "limits", "query_time", "event_time"),
+                *("time", "by_cell", "bucket_of_cell", "reversed"),
+            )
         ),
         ("distances", _Count),
     )
@@ -255,19 +258,12 @@ class NativePairs:
         self, kernel: _Kernel, scores: Sequence[Tensor], batch: PaddedBatch, rows: slice, sums: _Sums = ()
     ) -> None:
         """Divide the rows among threads. Each thread has its own sums."""
-        history, max_length, times = batch.bucket.history, batch.bucket.max_length, batch.times
+        times, (history, limits) = batch.times, _checked_limits(batch, len(self._reversed))
         assert times is not None
-        history = torch.full((batch.samples,), max_length) if history is None else history
-        history = history.to(torch.int64).contiguous()
-        max_distance = min(int(history.max()), max_length - 1)
-        if max_distance >= len(self._reversed):  # C does not check its reads
-            what = (
-                f"two events are {max_distance} positions apart, but the position bias has {len(self._reversed)} rows"
-            )
-            raise DataError(what, remedy="build the model with `max_seq_len` at least as long as its longest sample")
         count, keys = rows.stop - rows.start, rows.stop
-        tensors = history, times.query, times.event, self._time, self._by_cell, self._bucket_table, self._reversed
-        sizes = batch.samples, batch.heads, count, keys, rows.start, max_length
+        tables = self._time, self._by_cell, self._bucket_table, self._reversed
+        tensors = history, limits, times.query, times.event, *tables
+        sizes = batch.samples, batch.heads, count, keys, rows.start, batch.bucket.max_length
         block = _PairBlock(*sizes, *map(Tensor.data_ptr, tensors), len(self._reversed))
         threads = self._threads if scores[0].numel() >= _MIN_PARALLEL_PAIRS else 1
 
@@ -281,6 +277,24 @@ class NativePairs:
             run_part(0)
         else:
             list(_thread_pool(threads).map(run_part, range(threads)))
+
+
+def _checked_limits(batch: PaddedBatch, distances: int) -> tuple[Tensor, Tensor]:
+    """Return history lengths and limits as C reads them. C does not check its reads."""
+    history, limits, max_length = batch.bucket.history, batch.limits, batch.bucket.max_length
+    if history is None or limits is None:  # without candidates C does not read limits
+        history = limits = torch.full((batch.samples,), max_length)
+        max_distance = max_length - 1
+    else:
+        history, limits = (x.to(torch.int64).contiguous() for x in (history, limits))
+        max_distance = int(limits.max())
+        if int(limits.min()) < 0 or bool((limits > history[:, None]).any()):
+            what = "a candidate sees fewer than 0 tokens, or more than its history has"
+            raise DataError(what, remedy="give anchors from 0 to the history length of their sample")
+    if max_distance >= distances:
+        what = f"two events are {max_distance} positions apart, but the position bias has {distances} rows"
+        raise DataError(what, remedy="build the model with `max_seq_len` at least as long as its longest sample")
+    return history, limits
 
 
 os.register_at_fork(after_in_child=lambda: _thread_pool.cache_clear())

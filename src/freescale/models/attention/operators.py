@@ -26,7 +26,9 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bia
     """Pointwise attention: silu(q k + bias) / scale, summed over v. Tensors are [tokens, heads, width]."""
     assert layout.times is not None
     times = layout.times
-    return hstu_operator(q, k, v, layout.spans, times.query, times.event, bias.position, bias.time, scale)
+    return hstu_operator(
+        q, k, v, layout.spans, layout.limits, times.query, times.event, bias.position, bias.time, scale
+    )
 
 
 def select_implementation(q: Tensor) -> ModuleType:
@@ -50,22 +52,22 @@ def _has_triton() -> bool:
 
 @torch.library.custom_op(_NAME, mutates_args=())
 def hstu_operator(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, query_time: Tensor, event_time: Tensor, position: Tensor,
-    time: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor, query_time: Tensor, event_time: Tensor,
+    position: Tensor, time: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Return the output of HSTU attention."""
-    inputs = AttentionInputs(q, k, v, spans, query_time, event_time, position, time, scale)
+    inputs = AttentionInputs(q, k, v, spans, limits, query_time, event_time, position, time, scale)
     return select_implementation(q).forward(inputs)
 
 
 @torch.library.custom_op(f"{_NAME}_backward", mutates_args=())
 def hstu_operator_backward(
     d_out: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, query_time: Tensor, event_time: Tensor, position: Tensor,
-    time: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor, query_time: Tensor, event_time: Tensor,
+    position: Tensor, time: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, position and time."""
-    inputs = AttentionInputs(q, k, v, spans, query_time, event_time, position, time, scale)
+    inputs = AttentionInputs(q, k, v, spans, limits, query_time, event_time, position, time, scale)
     return tuple(select_implementation(q).backward(inputs, d_out))  # type: ignore[return-value]
 
 
@@ -76,7 +78,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     grads = AttentionGradients(*hstu_operator_backward(d_out, *ctx.saved_tensors, ctx.scale))
-    return grads.q, grads.k, grads.v, None, None, None, grads.position, grads.time, None
+    return grads.q, grads.k, grads.v, None, None, None, None, grads.position, grads.time, None
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -85,19 +87,19 @@ def _fake(x: Tensor) -> Tensor:
 
 hstu_operator.register_autograd(_backward, setup_context=_save)
 hstu_operator.register_fake(lambda *args: _fake(args[2]))
-hstu_operator_backward.register_fake(lambda *args: tuple(map(_fake, (*args[1:4], *args[7:9]))))
+hstu_operator_backward.register_fake(lambda *args: tuple(map(_fake, (*args[1:4], *args[8:10]))))
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
     """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
-    return softmax_operator(q, k, v, layout.spans)
+    return softmax_operator(q, k, v, layout.spans, layout.limits)
 
 
 @torch.library.custom_op("freescale::softmax_attention", mutates_args=())
-def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
+def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor) -> Tensor:
     """Return the output of softmax attention, by blocks of queries of padded batches."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    for batch in padded_batches(q, k, v, spans):
+    for batch in padded_batches(q, k, v, spans, limits):
         operands = ((_block_operands(batch, rows), _mask(batch, rows)) for rows in batch.query_blocks())
         parts = [F.scaled_dot_product_attention(*qkv, attn_mask=mask) for qkv, mask in operands]
         batch.unpad(torch.cat(parts, dim=2).flatten(0, 1), out)
@@ -106,11 +108,11 @@ def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
 
 @torch.library.custom_op("freescale::softmax_attention_backward", mutates_args=())
 def softmax_operator_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Scores are recomputed."""
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for batch in padded_batches(q, k, v, spans):
+    for batch in padded_batches(q, k, v, spans, limits):
         gradient = batch.pad(d_out)
         padded_dq, padded_dk, padded_dv = (
             torch.empty_like(batch.q),
@@ -140,12 +142,13 @@ def _block_operands(batch: PaddedBatch, rows: slice) -> list[Tensor]:
 
 def _mask(batch: PaddedBatch, rows: slice) -> Tensor:
     """Return the visible pairs of a block: [samples or 1, 1, queries, keys]."""
-    (query, key), history = batch.positions(rows), batch.bucket.history
-    return (key <= query)[None, None] if history is None else is_visible(query, key, history[:, None, None, None])
+    query, key = batch.positions(rows)
+    limits = query[None] if batch.limits is None else batch.limits[:, rows, None]
+    return is_visible(query, key, limits)[:, None]
 
 
 softmax_operator.register_autograd(
-    lambda ctx, d_out: (*softmax_operator_backward(d_out, *ctx.saved_tensors), None),
+    lambda ctx, d_out: (*softmax_operator_backward(d_out, *ctx.saved_tensors), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005  torch passes it
 )
 softmax_operator.register_fake(lambda *args: _fake(args[2]))

@@ -1,7 +1,7 @@
 /* Biases, SiLU and mask of HSTU attention, in one pass over the scores of a block.
  *
  * Scores are [samples, heads, rows, keys]: rows from position `begin` of their samples, keys from position 0. A row
- * attends to the keys of the history up to itself, and to itself. `reversed` holds the position biases, the longest
+ * attends to the keys before its limit, and to itself. `reversed` holds the position biases, the longest
  * distance first, so that a row reads them in the order of its keys. Plain C without libraries, called through ctypes.
  */
 
@@ -10,8 +10,9 @@
 #include <string.h>
 
 typedef struct {
-    int64_t samples, heads, rows, keys, begin, max_length; /* `max_length`: columns of query_time and event_time */
+    int64_t samples, heads, rows, keys, begin, max_length; /* `max_length`: columns of limits and times */
     const int64_t *history;                                /* [samples] */
+    const int64_t *limits;                                 /* [samples, max_length], read for candidates only */
     const double *query_time, *event_time;                 /* [samples, max_length] */
     const float *time, *by_cell;                           /* biases by time bucket, and by cell */
     const int32_t *bucket_of_cell;
@@ -88,13 +89,13 @@ static void add_by_bucket(const float *restrict gradient, const int32_t *restric
     }
 }
 
-/* The visible keys of a row: [0, seen), and for a candidate also itself. */
+/* The visible keys of a row: [0, seen), and for a candidate also itself. The limit of a history token is its place. */
 typedef struct { int64_t seen, own, shift; } view; /* own: -1 if none. shift: offset into `reversed` */
 
 static view view_of(const block *b, int64_t sample, int64_t place, int32_t *cells) {
-    int64_t history = b->history[sample], candidate = place >= history;
-    view v = {candidate ? history : place + 1, candidate ? place : -1,
-              b->distances - 1 - (candidate ? history : place)};
+    int64_t candidate = place >= b->history[sample];
+    int64_t limit = candidate ? b->limits[sample * b->max_length + place] : place;
+    view v = {candidate ? limit : place + 1, candidate ? place : -1, b->distances - 1 - limit};
     double query_time = b->query_time[sample * b->max_length + place];
     const double *event_time = b->event_time + sample * b->max_length;
     find_cells(query_time, event_time, cells, v.seen);

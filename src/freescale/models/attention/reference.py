@@ -24,6 +24,7 @@ class AttentionInputs(NamedTuple):
     k: Tensor
     v: Tensor
     spans: Tensor
+    limits: Tensor
     query_time: Tensor
     event_time: Tensor
     position: Tensor
@@ -46,9 +47,9 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bia
     times = layout.times
     assert times is not None
 
-    def attend(tokens: slice, history: int, visible: Tensor) -> Tensor:
+    def attend(tokens: slice, visible: Tensor) -> Tensor:
         place = torch.arange(len(visible), device=q.device)
-        distance = (place.clamp(max=history)[:, None] - place[None, :]).clamp(min=0)
+        distance = (layout.limits[tokens, None] - place[None, :]).clamp(min=0)
         added = bias.position[distance] + bias.time[time_bucket(times.query[tokens, None], times.event[None, tokens])]
         weights = F.silu(torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) + added) / scale
         return torch.einsum("hqk,khd->qhd", weights * visible, v[tokens])
@@ -59,19 +60,18 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bia
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
     """Scaled dot-product attention."""
 
-    def attend(tokens: slice, _history: int, visible: Tensor) -> Tensor:
+    def attend(tokens: slice, visible: Tensor) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) / q.shape[-1] ** 0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v[tokens])
 
     return _by_sample(attend, v, layout)
 
 
-def _by_sample(attend: Callable[[slice, int, Tensor], Tensor], v: Tensor, layout: JaggedLayout) -> Tensor:
+def _by_sample(attend: Callable[[slice, Tensor], Tensor], v: Tensor, layout: JaggedLayout) -> Tensor:
     outputs = [v[:0]]
-    for begin, length, history in layout.spans.tolist():
-        place = torch.arange(length, device=v.device)
-        visible = is_visible(place[:, None], place[None, :], torch.tensor(history))
-        outputs.append(attend(slice(begin, begin + length), history, visible))
+    for begin, length, _ in layout.spans.tolist():
+        tokens, place = slice(begin, begin + length), torch.arange(length, device=v.device)
+        outputs.append(attend(tokens, is_visible(place[:, None], place[None, :], layout.limits[tokens, None])))
     return torch.cat(outputs)
 
 
@@ -96,11 +96,16 @@ class AttentionProblem:
         dtype: torch.dtype,
         device: torch.device,
         candidates: Sequence[int] | None = None,
+        anchors: Sequence[int] | None = None,
     ) -> "AttentionProblem":
         """Draw values of the magnitude of a model; q, k and v are parts of one tensor, as in a model."""
         torch.manual_seed(0)
-        candidate_counts = None if candidates is None else torch.tensor(candidates, device=device)
-        layout = JaggedLayout(torch.tensor([0, *lengths], device=device).cumsum(0), candidate_counts)
+
+        def optional(counts: Sequence[int] | None) -> Tensor | None:
+            return None if counts is None else torch.tensor(counts, dtype=torch.int64, device=device)
+
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+        layout = JaggedLayout(offsets, optional(candidates), anchors=optional(anchors))
         event = layout.position * 60 + layout.position**2
         layout = replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
         parts = torch.randn(layout.tokens, 3 * heads * width, device=device).to(dtype).chunk(3, dim=-1)
@@ -111,11 +116,19 @@ class AttentionProblem:
 
     @staticmethod
     def edge_cases(*, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> "AttentionProblem":
-        """Short and empty samples, block boundaries and candidates; on a GPU enough samples for all programs."""
+        """Short and empty samples, block boundaries and candidates; on a GPU enough samples for all programs.
+
+        Candidates see the whole history, or evenly spaced parts of it, from nothing on.
+        """
         lengths = [0, 1, 31, 32, 33, 64, 65, 300, *([1000] * 64 if device.type == "cuda" else [])]
-        candidates = [n // 4 if place % 3 == 0 else 0 for place, n in enumerate(lengths)]
+        candidates = [0 if place % 3 == 2 else n // 4 for place, n in enumerate(lengths)]
+        anchors = [
+            (n - count) * (each if place % 3 else count) // count
+            for place, (n, count) in enumerate(zip(lengths, candidates, strict=True))
+            for each in range(count)
+        ]
         return AttentionProblem.random(
-            lengths, heads=heads, width=width, dtype=dtype, device=device, candidates=candidates
+            lengths, heads=heads, width=width, dtype=dtype, device=device, candidates=candidates, anchors=anchors
         )
 
     @property
@@ -125,9 +138,8 @@ class AttentionProblem:
 
     @property
     def flops(self) -> int:
-        """FLOPs of forward and backward over the visible pairs of a batch without candidates."""
-        lengths = self.layout.lengths
-        pairs = int((lengths * (lengths + 1) // 2).sum())
+        """FLOPs of forward and backward over the visible pairs."""
+        pairs = int((self.layout.limits + 1).sum())
         return 2 * _PRODUCTS * pairs * self.q.shape[1] * self.q.shape[2]
 
     def run(self, attend: Callable[..., Tensor]) -> list[Tensor]:

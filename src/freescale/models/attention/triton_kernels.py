@@ -21,15 +21,31 @@ CELL_SHIFT = tl.constexpr(_CELL_SHIFT)
 
 @triton.jit
 def _span(spans, sample):
-    """Return first token, length and history length of a sample."""
+    """Return first token and length of a sample."""
     pointer = spans + 3 * sample
-    return tl.load(pointer), tl.load(pointer + 1).to(tl.int32), tl.load(pointer + 2).to(tl.int32)
+    return tl.load(pointer), tl.load(pointer + 1).to(tl.int32)
 
 
 @triton.jit
-def _visible(query, key, length, history):
-    """Return whether queries [., 1] of a sample attend to its keys [1, .]."""
-    return (key <= query) & ((key < history) | (key == query)) & (query < length)
+def _limit(limits, first, query, length):
+    """Return the limits of the queries of a sample. Queries after its end have that of the last token."""
+    return tl.load((limits + first) + tl.minimum(query, length - 1)).to(tl.int32)
+
+
+@triton.jit
+def _visible(query, key, limit, length):
+    """Return whether queries of a sample attend to its keys; `limit`: of the queries."""
+    return ((key < limit) | (key == query)) & (query < length)
+
+
+@triton.jit
+def _item(items, number):
+    """Return an item of the schedule: sample, block, slot of the part, first tile, last tile + 1, near tiles, jump."""
+    item = items + 7 * number
+    return (
+        tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 2), tl.load(item + 3),
+        tl.load(item + 5), tl.load(item + 6),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,15 +90,9 @@ def _store_block(
         _store_rows(base, row, HEADS * WIDTH, valid, value, WIDTH, PADDED)
 
 
-@triton.jit
-def _history_tiles(block, history, BLOCK: tl.constexpr):
-    """Return the number of key tiles in the history that a block of queries attends to."""
-    return tl.cdiv(tl.minimum(history, (block + 1) * BLOCK), BLOCK)
-
-
 @triton.jit(do_not_specialize=["turns"])  # avoids a recompilation per value
 def forward(
-    q, k, v, out, parts, spans, query_time, event_time, position, by_cell, items,
+    q, k, v, out, parts, spans, limits, query_time, event_time, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,24 +101,23 @@ def forward(
     head_offset = head * WIDTH
     lane = tl.arange(0, BLOCK)
     for turn in range(turns):
-        item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, block, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
-            first, length, history = _span(spans, sample)
+            first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
+            limit = _limit(limits, first, query, length)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
             query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
             mixed = tl.zeros([BLOCK, PADDED], tl.float32)
-            history_tiles = _history_tiles(block, history, BLOCK)
-            for tile in range(tl.load(item + 2), tl.load(item + 3)):
-                key = tl.where(tile < history_tiles, tile, block) * BLOCK + lane
+            for tile in range(begin_tile, end_tile):
+                key = (tile + tl.where(tile < near, 0, jump)) * BLOCK + lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
                 event_times = tl.load((event_time + first) + key, mask=valid, other=0)
-                visible = _visible(query[:, None], key[None, :], length, history)
-                distance = tl.maximum(tl.minimum(query, history)[:, None] - key[None, :], 0)
+                visible = _visible(query[:, None], key[None, :], limit[:, None], length)
+                distance = tl.maximum(limit[:, None] - key[None, :], 0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
                 score += tl.load(position + distance, mask=visible, other=0.0)
                 score += tl.load(by_cell + _cell(query_times[:, None], event_times[None, :]), mask=visible, other=0.0)
@@ -119,8 +128,8 @@ def forward(
 
 @triton.jit(do_not_specialize=["turns"])
 def backward_rows(
-    q, k, v, d_out, d_q, parts, d_position, d_time, spans, query_time, event_time, position, time, bucket_of_cell,
-    items, q_stride, k_stride, v_stride, turns, max_distance, weight,
+    q, k, v, d_out, d_q, parts, d_position, d_time, spans, limits, query_time, event_time, position, time,
+    bucket_of_cell, items, q_stride, k_stride, v_stride, turns, max_distance, weight,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
@@ -134,29 +143,27 @@ def backward_rows(
     by_bucket = tl.zeros([BUCKETS], tl.float32)
     by_distance = d_position + program.to(tl.int64) * max_distance
     for turn in range(turns):
-        item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, block, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
-            first, length, history = _span(spans, sample)
+            first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
-            query_position = tl.minimum(query, history)
+            limit = _limit(limits, first, query, length)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
             gradient = _load_rows(
                 d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
             )
             query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
             d_queries = tl.zeros([BLOCK, PADDED], tl.float32)
-            history_tiles = _history_tiles(block, history, BLOCK)
-            for tile in range(tl.load(item + 2), tl.load(item + 3)):
-                begin = tl.where(tile < history_tiles, tile, block) * BLOCK
+            for tile in range(begin_tile, end_tile):
+                begin = (tile + tl.where(tile < near, 0, jump)) * BLOCK
                 key = begin + lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
                 event_times = tl.load((event_time + first) + key, mask=valid, other=0)
-                visible = _visible(query[:, None], key[None, :], length, history)
-                distance = tl.maximum(query_position[:, None] - key[None, :], 0)
+                visible = _visible(query[:, None], key[None, :], limit[:, None], length)
+                distance = tl.maximum(limit[:, None] - key[None, :], 0)
                 bucket = tl.load(
                     bucket_of_cell + _cell(query_times[:, None], event_times[None, :]), mask=visible, other=-1
                 )
@@ -169,17 +176,26 @@ def backward_rows(
                 d_score = tl.where(visible, d_score * slope, 0.0)
                 d_queries = tl.dot(d_score.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
 
-                # Pairs of equal distance lie on a diagonal: rows are shifted so that they share a column.
-                own_pair = (query[:, None] == key[None, :]) & (key[None, :] > history)
-                nearest = tl.maximum(tl.min(query_position) - begin - (BLOCK - 1), 0)
-                column = query_position[:, None] - (nearest + band)[None, :] - begin
-                shifted = tl.gather(tl.where(own_pair, 0.0, d_score), tl.minimum(tl.maximum(column, 0), BLOCK - 1), 1)
-                along = tl.sum(tl.where((column >= 0) & (column < BLOCK), shifted, 0.0), 0)
-                along += tl.where(band == 0, tl.sum(tl.where(own_pair, d_score, 0.0)), 0.0)
-                pointer = by_distance + nearest + band
-                inside = nearest + band < max_distance
-                tl.store(pointer, tl.load(pointer, mask=inside, other=0.0) + along * weight, mask=inside)
-                tl.debug_barrier()  # the next tile adds to some of these with other threads
+                # Pairs of equal distance lie on a diagonal: rows are shifted so that they share a column. One band of
+                # distances holds all pairs of a tile, except where anchors are far apart.
+                own_pair = (query[:, None] == key[None, :]) & (key[None, :] > limit[:, None])
+                own_total = tl.sum(tl.where(own_pair, d_score, 0.0))
+                farthest = limit - begin
+                nearest = tl.maximum(tl.min(farthest) - (BLOCK - 1), 0)
+                last = tl.maximum(tl.max(farthest), 0)
+                while nearest <= last:
+                    column = farthest[:, None] - (nearest + band)[None, :]
+                    shifted = tl.gather(
+                        tl.where(own_pair, 0.0, d_score), tl.minimum(tl.maximum(column, 0), BLOCK - 1), 1
+                    )
+                    along = tl.sum(tl.where((column >= 0) & (column < BLOCK), shifted, 0.0), 0)
+                    along += tl.where(nearest + band == 0, own_total, 0.0)
+                    pointer = by_distance + nearest + band
+                    inside = nearest + band < max_distance
+                    tl.store(pointer, tl.load(pointer, mask=inside, other=0.0) + along * weight, mask=inside)
+                    tl.debug_barrier()  # the next band or tile adds to some of these with other threads
+                    following = tl.maximum(farthest - (BLOCK - 1), nearest + 2 * BLOCK)
+                    nearest = tl.min(tl.where(following <= farthest, following, last + 1))
 
                 # A tile has few time buckets: one or two, once it is far from the diagonal.
                 for bucket_index in range(tl.min(tl.where(visible, bucket, BUCKETS)), tl.max(bucket) + 1):
@@ -193,7 +209,7 @@ def backward_rows(
 
 @triton.jit(do_not_specialize=["turns"])
 def backward_columns(
-    q, k, v, d_out, d_k, d_v, parts, more_parts, spans, query_time, event_time, position, by_cell, items,
+    q, k, v, d_out, d_k, d_v, parts, more_parts, spans, limits, query_time, event_time, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -202,10 +218,9 @@ def backward_columns(
     head_offset = head * WIDTH
     lane = tl.arange(0, BLOCK)
     for turn in range(turns):
-        item = items + 5 * (tl.program_id(0) * turns + turn)
-        sample, block, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
-            first, length, history = _span(spans, sample)
+            first, length = _span(spans, sample)
             key = block * BLOCK + lane
             valid = key < length
             keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
@@ -213,16 +228,17 @@ def backward_columns(
             event_times = tl.load((event_time + first) + key, mask=valid, other=0)
             d_keys = tl.zeros([BLOCK, PADDED], tl.float32)
             d_values = tl.zeros([BLOCK, PADDED], tl.float32)
-            for tile in range(tl.load(item + 2), tl.load(item + 3)):
-                query = (block + tile) * BLOCK + lane
+            for tile in range(begin_tile, end_tile):
+                query = (block + tile + tl.where(tile < near, 0, jump)) * BLOCK + lane
                 query_valid = query < length
+                limit = _limit(limits, first, query, length)
                 queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
                 gradient = _load_rows(
                     d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
                 )
                 query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
-                visible = _visible(query[None, :], key[:, None], length, history)
-                distance = tl.maximum(tl.minimum(query, history)[None, :] - key[:, None], 0)
+                visible = _visible(query[None, :], key[:, None], limit[None, :], length)
+                distance = tl.maximum(limit[None, :] - key[:, None], 0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
                 score += tl.load(position + distance, mask=visible, other=0.0)
                 score += tl.load(by_cell + _cell(query_times[None, :], event_times[:, None]), mask=visible, other=0.0)
@@ -248,7 +264,7 @@ def join(
         total = tl.zeros([BLOCK, PADDED], tl.float32)
         for part in range(count):
             total += tl.load(_part_pointers(parts, slot + part, head, HEADS, PADDED, BLOCK))
-        first, length, _ = _span(spans, sample)
+        first, length = _span(spans, sample)
         row = block * BLOCK + tl.arange(0, BLOCK)
         _store_rows(
             out + first * (HEADS * WIDTH) + head * WIDTH, row, HEADS * WIDTH, row < length, total, WIDTH, PADDED

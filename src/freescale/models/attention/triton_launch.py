@@ -1,9 +1,10 @@
 """Launches the Triton kernels of HSTU attention: kernel configurations, the tile schedule, and sums over programs.
 
-A block of queries attends to as many tiles of keys as precede it, so blocks differ in cost as much as histories do. The
-schedule counts the tiles of all blocks, splits long blocks, and assigns the parts to programs in snake order, largest
-first. The parts of a split block are joined afterwards, in order; their number is bounded by a few per program. All
-shapes depend on the numbers of tokens and samples only, so the host never waits for the device.
+A block of history attends to as many tiles of keys as precede it, so blocks differ in cost as much as histories do. A
+block of candidates attends to the tiles up to its largest limit, and to its own. The schedule counts the tiles of all
+blocks, splits long blocks, and assigns the parts to programs in snake order, largest first. The parts of a split block
+are joined afterwards, in order; their number is bounded by a few per program. All shapes depend on the numbers of
+tokens and samples only, so the host never waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 import triton
 from torch import Tensor
 
@@ -107,8 +109,8 @@ def _run(
 ) -> None:
     config, strides = KernelConfig.from_queries(x.q), [tensor.stride(0) for tensor in tensors[:3]]
     getattr(triton_kernels, name)[len(items), config.heads](
-        *tensors, x.spans, x.query_time, x.event_time, *tables, items, *strides, items.shape[1], *sizes, 1.0 / x.scale,
-        **config.constants(name), **config.launch(name),
+        *tensors, x.spans, x.limits, x.query_time, x.event_time, *tables, items, *strides, items.shape[1], *sizes,
+        1.0 / x.scale, **config.constants(name), **config.launch(name),
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def _joined_parts(x: AttentionInputs, schedule: "TileSchedule", outputs: Sequenc
 
 def _schedule(x: AttentionInputs) -> "AttentionSchedule":
     programs = max(1, _programs(x.q.device) // x.q.shape[1])
-    return attention_schedule(x.spans, len(x.q), KernelConfig.from_queries(x.q).block, programs)
+    return attention_schedule(x.spans, x.limits, KernelConfig.from_queries(x.q).block, programs)
 
 
 @lru_cache
@@ -142,7 +144,7 @@ def _time_by_cell(x: AttentionInputs) -> Tensor:
 
 def _contiguous(x: AttentionInputs) -> AttentionInputs:
     """Make the operands contiguous for which kernels take no strides."""
-    names = ("query_time", "event_time", "position", "time")
+    names = ("limits", "query_time", "event_time", "position", "time")
     return x._replace(**{name: getattr(x, name).contiguous() for name in names})
 
 
@@ -160,7 +162,8 @@ class TileSchedule(NamedTuple):
     """The work of the programs of one kernel."""
 
     items: Tensor
-    """[programs, turns, (sample or -1, block of the sample, first tile, last tile + 1, slot of the part or -1)]"""
+    """[programs, turns, (sample or -1, block of the sample, first tile, last tile + 1, slot of the part or -1, near,
+    jump)], the last two as in `BlockTiles`"""
     joins: Tensor
     """[slots, (sample or -1, block of the sample, number of slots from this one on with its parts)]"""
 
@@ -174,31 +177,59 @@ class AttentionSchedule(NamedTuple):
     """Blocks of keys, by the queries that attend to them."""
 
 
+class BlockTiles(NamedTuple):
+    """The tiles that each block visits: `near` tiles in a row, then others behind a gap of `jump` tiles."""
+
+    count: Tensor
+    """All tiles of a block; 0 for padding."""
+    near: Tensor
+    jump: Tensor
+
+
 class TokenBlocks(NamedTuple):
     """The blocks of all samples, padded to the largest number that the tokens allow."""
 
     sample: Tensor
     block: Tensor
     """Index of the block in its sample."""
-    row_tiles: Tensor
-    """Tiles of keys that its queries attend to; 0 for padding."""
-    column_tiles: Tensor
-    """Tiles of queries that attend to its keys; 0 for padding."""
+    rows: BlockTiles
+    """Tiles of keys that its queries attend to, from the first of the sample on."""
+    columns: BlockTiles
+    """Tiles of queries that attend to its keys, from its own on."""
 
 
-def split_into_blocks(spans: Tensor, *, tokens: int, block_size: int) -> TokenBlocks:
-    """Divide samples [first token, length, history] into blocks."""
-    _, length, history = spans.unbind(1)
-    count = -(-length // block_size)
-    sample, block, valid = _repeat_index(count, tokens // block_size + len(spans))
-    history_tiles = -(-torch.minimum(history[sample], (block + 1) * block_size) // block_size)
-    rows = history_tiles + (block >= history_tiles)  # candidates attend to themselves besides the history
-    columns = torch.where(block * block_size < history[sample], count[sample] - block, 1)
-    return TokenBlocks(sample, block, rows * valid, columns * valid)
+def split_into_blocks(spans: Tensor, limits: Tensor, *, block_size: int) -> TokenBlocks:
+    """Divide samples [first token, length, history] with the limits of their tokens into blocks."""
+    first, length, history = spans.unbind(1)
+    blocks, history_blocks = -(-length // block_size), -(-history // block_size)
+    sample, block, valid = _repeat_index(blocks, len(limits) // block_size + len(spans))
+    place = block[:, None] * block_size + torch.arange(block_size, device=spans.device)
+    token = torch.where(place < length[sample, None], first[sample, None] + place, len(limits))
+    reach = F.pad(limits, (0, 1))[token].amax(1)  # the largest limit of the block
+    seen = -(-reach // block_size)
+    rows = BlockTiles((seen + (block >= seen)) * valid, seen, block - seen)  # the last one is its own
+    near = history_blocks[sample] - block
+    candidate_reach = torch.where(near > 0, 0, reach)  # of blocks without history
+    reached_from = _first_reaching(block * block_size, candidate_reach, sample, block, valid)
+    count = torch.where(near > 0, near + blocks[sample] - reached_from, 1)
+    columns = BlockTiles(count * valid, near, torch.where(near > 0, reached_from - history_blocks[sample], 0))
+    return TokenBlocks(sample, block, rows, columns)
 
 
-def schedule_tiles(blocks: TokenBlocks, tiles: Tensor, *, programs: int) -> TileSchedule:
+def _first_reaching(key: Tensor, reach: Tensor, sample: Tensor, block: Tensor, valid: Tensor) -> Tensor:
+    """Return, for the first key of each block, the first block of the sample that reaches it, or their number.
+
+    Anchors ascend, so all blocks of candidates after it reach it, too. If they do not ascend, the running maximum costs
+    tiles without visible pairs, but loses none.
+    """
+    first_block = torch.arange(len(block), device=block.device) - block
+    base = torch.where(valid, sample, len(sample)) * (key.max() + reach.max() + 1)  # samples one after the other
+    return torch.searchsorted((base + reach).cummax(0).values, base + key, right=True) - first_block
+
+
+def schedule_tiles(blocks: TokenBlocks, visited: BlockTiles, *, programs: int) -> TileSchedule:
     """Assign the tiles of all blocks to programs."""
+    tiles = visited.count
     limit = (-(-tiles.sum() // (_PARTS_PER_PROGRAM * programs))).clamp(min=1)
     parts = -(-tiles // limit)
     index, part, valid = _repeat_index(parts, len(tiles) + _PARTS_PER_PROGRAM * programs)
@@ -206,7 +237,7 @@ def schedule_tiles(blocks: TokenBlocks, tiles: Tensor, *, programs: int) -> Tile
     is_split = valid & (parts[index] > 1)
     slot = torch.where(is_split, is_split.cumsum(0) - 1, -1)
     sample, block = torch.where(valid, blocks.sample[index], -1), blocks.block[index]
-    items = torch.stack([sample, block, begin, end, slot], dim=1)
+    items = torch.stack([sample, block, begin, end, slot, visited.near[index], visited.jump[index]], dim=1)
     first, slots = is_split & (part == 0), 2 * _PARTS_PER_PROGRAM * programs
     return TileSchedule(
         _snake_order(items, (end - begin) * valid, programs),
@@ -244,11 +275,11 @@ def _joins(entries: Tensor, slot: Tensor, first: Tensor, slots: int) -> Tensor:
     return joins[:slots].int()
 
 
-def _attention_schedule(spans: Tensor, tokens: int, block_size: int, programs: int) -> AttentionSchedule:
-    blocks = split_into_blocks(spans, tokens=tokens, block_size=block_size)
-    tiles = blocks.row_tiles, blocks.column_tiles
-    return AttentionSchedule(*(schedule_tiles(blocks, side, programs=programs) for side in tiles))
+def _attention_schedule(spans: Tensor, limits: Tensor, block_size: int, programs: int) -> AttentionSchedule:
+    blocks = split_into_blocks(spans, limits, block_size=block_size)
+    sides = blocks.rows, blocks.columns
+    return AttentionSchedule(*(schedule_tiles(blocks, side, programs=programs) for side in sides))
 
 
 attention_schedule = PerBatchCache(_attention_schedule)
-"""The schedule of a batch, by number of tokens, block size and number of programs."""
+"""The schedule of a batch, by limits, block size and number of programs."""

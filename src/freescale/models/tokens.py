@@ -1,0 +1,63 @@
+"""Where prefix tokens, events and candidates of a batch are among its tokens, and when each happened.
+
+The tokens of a sample: one prefix token per user feature, the events (with interleaving each as an item token and an
+action token), then the candidates.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freescale.data.batch import Batch, Events
+from freescale.data.feature_schema import ANCHOR
+from freescale.models.jagged import EventTimes, JaggedLayout
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """The layout of a batch, and the token of each prefix feature, event and candidate."""
+
+    layout: JaggedLayout
+    prefix: Tensor
+    """Sample after sample."""
+    events: Tensor
+    actions: Tensor
+    """The action token of each event; the event's own token without interleaving."""
+    candidates: Tensor
+
+    @staticmethod
+    def from_batch(batch: Batch, *, prefix: int = 0, interleave: bool = False, candidates: bool = False) -> "TokenMap":
+        """Lay out a batch without times. `prefix`: tokens before the history."""
+        per_event, history = 1 + interleave, batch.history
+        tokens = prefix + per_event * history.lengths
+        offered = batch.candidates if candidates else None
+        counts = None if offered is None else offered.lengths
+        lengths = tokens if counts is None else tokens + counts
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        first = offsets[:-1]
+        events = _places(history, first + prefix, per_event, len(history["item_id"]))
+        targets, anchors = events[:0], None
+        if offered is not None:
+            targets = _places(offered, first + tokens, 1, len(offered["candidate_id"]))
+            anchors = prefix + per_event * offered[ANCHOR] if ANCHOR in offered.features else None
+        places = torch.arange(prefix, device=first.device)
+        layout = JaggedLayout(offsets, counts, anchors=anchors)
+        return TokenMap(layout, (first[:, None] + places).flatten(), events, events + interleave, targets)
+
+    def with_times(self, event: Tensor, query: Tensor) -> "TokenMap":
+        """Return the map with the times of all tokens."""
+        return replace(self, layout=replace(self.layout, times=EventTimes(event, query)))
+
+    def place(self, *parts: tuple[Tensor, Tensor], tokens: int) -> Tensor:
+        """Return a tensor of all tokens, 0 where no part has a value. A part: the tokens and their values."""
+        placed = parts[0][1].new_zeros(tokens, *parts[0][1].shape[1:])
+        for index, values in parts:
+            placed = placed.index_copy(0, index, values)
+        return placed
+
+
+def _places(events: Events, first: Tensor, step: int, count: int) -> Tensor:
+    """Return the token of each entry of a jagged group whose samples begin at token `first`."""
+    shift = (first - step * events.offsets[:-1]).repeat_interleave(events.lengths, output_size=count)
+    return torch.arange(count, device=first.device) * step + shift
