@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace as Inputs
 
 import torch
-from freescale.data.synthetic_features import write_feature_log
 from torch import Tensor, nn
 
 import freescale as fs
+from freescale.data.synthetic_features import write_feature_log
 from freescale.train.build import build
 from freescale.transport.world import destroy_world, init_world
 
