@@ -24,6 +24,7 @@ from freescale.cli.options import (
 )
 from freescale.config import ModelConfig
 from freescale.data.dataset import QUANTILES, Dataset, DatasetStats, compute_stats
+from freescale.data.feature_stats import ColumnStats, describe_columns
 from freescale.data.validation import Quarantine
 from freescale.errors import DataError
 from freescale.log import warning_once
@@ -80,15 +81,18 @@ def run_stats(argv: Sequence[str], prog: str) -> int:
     for n in track(options.ranks, "estimating bubbles", total=sum(options.ranks), size=float):
         bubbles.append(random_batches(costs, counts, world_size=n, batch=options.batch))
         curves[n] = tolerance_curve(lengths, costs, counts, world_size=n, batch=options.batch)
-    unchecked = dataset.unchecked_files()
+    columns, unchecked = describe_columns(options.path, options.on_bad), dataset.unchecked_files()
     _warn_about_data(dataset, unchecked)
     if options.page:
-        write_page(options.page, _stats_page(options, stats, bubbles, curves))
+        write_page(options.page, _stats_page(options, stats, bubbles, curves, columns))
     if options.json:
         seen = {"set_aside": dict(dataset.quarantine.counts), "files_without_checksums": len(unchecked)}
-        print_json(_stats_values(options, stats, bubbles, curves) | seen)
+        described = {"columns": [column._asdict() for column in columns]}
+        print_json(_stats_values(options, stats, bubbles, curves) | described | seen)
     else:
         _print_stats(options, stats, bubbles, curves)
+        if columns:
+            print_table("columns", _COLUMN_HEADER, _column_rows(columns), words=(0, 1, 2, 5, 6))
     return 0
 
 
@@ -148,6 +152,21 @@ _CURVE_HEADER = ["ranks", "balance.tolerance", "tokens moved", "slowest / mean"]
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
 
 
+_COLUMN_HEADER = ["column", "one per", "holds", "distinct", "missing", "most frequent", "quantiles 0, 25, 50, 75, 100%"]
+
+
+def _column_rows(columns: list[ColumnStats]) -> list[list[str]]:
+    """Describe the columns that a feature or a label can read."""
+    entries = {"sample": "row", "history": "event", "candidates": "candidate"}
+    rows = []
+    for c in columns:
+        top = ", ".join(f"{value} ({count / max(1, c.values):.1%})" for value, count in c.top)
+        quantiles = ", ".join(f"{value:.4g}" for value in c.quantiles)
+        distinct = f"{c.distinct:,}" if c.distinct else ""
+        rows.append([c.name, entries[c.group], c.kind, distinct, f"{c.missing_share:.1%}", top, quantiles])
+    return rows
+
+
 def _print_stats(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves) -> None:
     say(f"{options.path}: {_describe_counts(stats)}")
     print_table("events per history", ["quantile", "events"], _length_rows(stats))
@@ -165,7 +184,9 @@ def _bubble_title(options: StatsOptions) -> str:
     return f"random batches of {options.batch} per rank, {model.kind} with {model.layers} layers of {model.dim}"
 
 
-def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves) -> str:
+def _stats_page(
+    options: StatsOptions, stats: DatasetStats, bubbles: list[Imbalance], curves: Curves, columns: list[ColumnStats]
+) -> str:
     longest = stats.quantile(1.0)
     edges = np.unique(np.geomspace(max(1, stats.quantile(0.0)), longest + 1, 41).round())
     counts, _ = np.histogram(stats.lengths.values, bins=edges, weights=stats.lengths.counts)
@@ -201,6 +222,11 @@ def _stats_page(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbala
             "Events per item, most popular first.",
             page.table(["items", "share"], _popularity_rows(stats)),
             page.line_chart([items], *by_popularity),
+        ),
+        page.section(
+            "Columns",
+            "What features and labels can read, besides items and times.",
+            page.table(_COLUMN_HEADER, _column_rows(columns), words=(0, 1, 2, 5, 6)),
         ),
     )
 

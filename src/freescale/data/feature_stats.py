@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from freescale.config import FeatureConfig, RunConfig
 from freescale.data.columns import CANDIDATE, MISSING, REQUIRED, ColumnRequest, Group, is_candidate
 from freescale.data.dataset import Dataset, Manifest, ValueCounts
-from freescale.data.validation import RowGroup
+from freescale.data.validation import Quarantine, RowGroup
 from freescale.progress import track
 
 TOP = 3
@@ -44,13 +44,13 @@ class ColumnStats(NamedTuple):
         return self.missing / max(1, self.values)
 
 
-def describe_columns(address: str) -> list[ColumnStats]:
-    """Describe all columns in one pass with bounded memory. Unusable rows are left out."""
+def describe_columns(address: str, on_bad: Literal["stop", "skip"] = "stop") -> list[ColumnStats]:
+    """Describe all columns in one pass with bounded memory. `on_bad`: what an unusable row does."""
     plain = Dataset(address)
-    requests = list(_requests(plain.schema, plain.manifest))
+    requests = list(_requests(plain.schema, plain.manifest, _row_sets(plain)))
     if not requests:
         return []
-    dataset = Dataset(address, features=requests)
+    dataset = Dataset(address, features=requests, quarantine=Quarantine(on_bad))
     collectors = {request.name: _Collector(request) for request in requests}
     groups = map(dataset.read_group, range(dataset.layout.groups))
     for rows in track(groups, "describing columns", total=dataset.layout.groups, unit="row groups"):
@@ -59,7 +59,21 @@ def describe_columns(address: str) -> list[ColumnStats]:
     return [collector.result() for collector in collectors.values()]
 
 
-def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[ColumnRequest]:
+def _row_sets(dataset: Dataset) -> set[str]:
+    """Return the lists of integers that are sets of their row: unlike lists of events they differ in length."""
+    lists = [f.name for f in dataset.schema if pa.types.is_list(f.type) and pa.types.is_integer(f.type.value_type)]
+    found = set()
+    for name in lists if dataset.layout.groups else ():
+        if name in REQUIRED or is_candidate(name):
+            continue
+        request = ColumnRequest(name, "data stats", "sample", "set", nullable=True)
+        columns = Dataset(dataset.address, features=[request], quarantine=Quarantine("skip")).read_group(0).columns
+        if (columns[name].lengths != columns["item_id"].lengths).any():
+            found.add(name)
+    return found
+
+
+def _requests(schema: pa.Schema, manifest: Manifest | None, row_sets: set[str]) -> Iterator[ColumnRequest]:
     """Yield how to read each column: ids if they have a vocabulary, else by type. Others are left out."""
     known = manifest.features if manifest else {}
     for field in schema:
@@ -71,9 +85,10 @@ def _requests(schema: pa.Schema, manifest: Manifest | None) -> Iterator[ColumnRe
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
         if not number or depth > 2:
             continue
-        is_set = depth == 2
+        is_set = depth == 2 or field.name in row_sets
         group: Group = "sample" if depth == 0 else "candidates" if CANDIDATE in schema.names else "history"
         group = "history" if depth and not is_candidate(field.name) else group
+        group = "sample" if field.name in row_sets else group
         is_id = field.name.removeprefix("candidate_") in known
         whole = "id" if is_id else "bits"  # bits: any integer
         name = "set" if is_set else whole if pa.types.is_integer(kind) else "number"
