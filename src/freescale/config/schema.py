@@ -30,8 +30,8 @@ class DataConfig:
     longest: int = 1_000_000
     """A stored history with more events is treated as a fault in the log."""
     columns: tuple[str, ...] = ()
-    """Columns to read for a custom model, in addition to user_id, item_id, timestamp, the candidates and the columns of
-    [features]: lists per event or scalars."""
+    """Columns to read for a custom model, in addition to user_id, item_id, timestamp, candidate_id, labels and those of
+    [features]: lists per event or candidate, or scalars."""
     split: Literal["none", "last", "time"] = "last"
     """none: hold out nothing. last: hold out the last event of each user. time: hold out events from split_time on."""
     split_time: int = 0

@@ -77,11 +77,13 @@ class Column(NamedTuple):
 def select_columns(schema: pa.Schema, features: Sequence[str | ColumnRequest], where: str) -> dict[str, ColumnType]:
     """Types of the columns to read. Raises a DataError if one is missing or has a wrong type.
 
-    `features`: names, whose type tells what they hold, or columns that have to fit their feature.
+    `features`: names, whose type tells what they hold, or columns that have to fit their feature. Candidates and their
+    labels are always read.
     """
     present = set(schema.names)
-    labels = [name for name in schema.names if is_candidate(name)] if CANDIDATE in present else []
-    by_name = {column.name: column for column in features if isinstance(column, ColumnRequest)}
+    labels = [name for name in schema.names if name.startswith("label_")] if CANDIDATE in present else []
+    by_name = {name: ColumnRequest(name, name, "candidates", "number", nullable=True) for name in labels}
+    by_name |= {column.name: column for column in features if isinstance(column, ColumnRequest)}
     names = [column.name if isinstance(column, ColumnRequest) else column for column in features]
     selected = {}
     for column in by_name.values():
@@ -89,7 +91,7 @@ def select_columns(schema: pa.Schema, features: Sequence[str | ColumnRequest], w
             what = f"{column.owner} needs candidates, but the data has no column '{CANDIDATE}'"
             remedy = "import impressions as candidates, or take events as targets: task.anchors"
             raise DataError(what, where=where, remedy=remedy)
-    for name in dict.fromkeys([*REQUIRED, *names, *labels]):
+    for name in dict.fromkeys([*REQUIRED, *names, *([CANDIDATE] if CANDIDATE in present else []), *labels]):
         owner = f"{by_name[name].owner} reads column '{name}', which the data does not have" if name in by_name else ""
         if name not in present:
             what = owner or f"column '{name}' is missing"
@@ -140,6 +142,8 @@ def feature_type(field: pa.Field, column: ColumnRequest, where: str) -> ColumnTy
         )
     elif not (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         what, remedy = f"holds {kind}, which is not a number", "import the log with this column as ids"
+    if not column.owner.startswith("[features"):  # a label has neither scope nor kind
+        remedy = "convert the log with `freescale data import events`"
     if what:
         raise DataError(f"{column.owner}: column '{column.name}' {what}", where=where, remedy=remedy)
     dtype = np.dtype(np.float32) if column.kind == "number" else np.dtype(np.int64)
