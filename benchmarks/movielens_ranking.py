@@ -88,7 +88,6 @@ class HeldOut:
     def __init__(self, config: RunConfig, out: Path) -> None:
         world = init_world(timeout=600)
         trainer = build(config, world, out, quiet=True)
-        trainer.components.evaluate = None
         trainer.fit()
         ranker = Ranker(trainer.components.module, world.device)
         data = replace(config.data, global_batch=256)
