@@ -14,6 +14,7 @@ from freescale.data.batch import Batch
 from freescale.models.protocol import Rows
 from freescale.models.retrieval import Retrieval, RetrievalInputs
 from freescale.train.build import build
+from tests.support.feature_log import with_features, write_feature_log
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 from tests.support.vgpu.checks import reports_of
@@ -91,3 +92,25 @@ def test_training_with_tables_of_two_widths_is_free_of_reports(
     assert len(results[0][0]) == steps
     losses = results[0][0]  # the last step has the rest of an epoch: a sample
     assert losses[-2] < losses[0]
+
+
+def trained_with_features(world: World, data: str, folder: str, anchors: str) -> tuple[list[float], list[str]]:
+    """Train with features of every kind; return the losses and the reports of this rank."""
+    config = with_features(Path(data), anchors=anchors, train={"max_steps": 4, "log_every": 1})
+    trainer = build(config, joined(world), Path(folder))
+    with reports_of(world) as reports:
+        trainer.fit()
+        trainer.close()
+    losses = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in losses if entry["kind"] == "train"], reports
+
+
+@pytest.mark.parametrize("anchors", ["labeled", "none"])
+def test_features_and_anchors_give_the_losses_of_the_cpu(
+    gpus: Ranks, groups: dict[int, Ranks], tmp_path: Path, anchors: str
+) -> None:
+    write_feature_log(tmp_path / "data", [3, 9, 1, 20, 6, 2] * 8, candidates=anchors == "none")
+    on_cpu = groups[2].run(trained_with_features, str(tmp_path / "data"), str(tmp_path / "cpu"), anchors)[0][0]
+    results = gpus.run(trained_with_features, str(tmp_path / "data"), str(tmp_path / "gpu"), anchors)
+    assert [reports for _, reports in results] == [[], []]
+    assert results[0][0] == pytest.approx(on_cpu, rel=1e-10)

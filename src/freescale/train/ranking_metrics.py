@@ -73,10 +73,11 @@ def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> d
 
 def _gather(values: Tensor, world: World) -> NDArray[np.generic]:
     """Return the rows of all ranks, in the order of the ranks."""
-    counts = world.transport.all_gather(torch.tensor([len(values)]), name="metrics").wait().flatten().tolist()
+    count = torch.tensor([len(values)], device=world.device)  # NCCL takes no host memory
+    counts = world.transport.all_gather(count, name="metrics").wait().flatten().tolist()
     padded = values.new_zeros(max(counts), *values.shape[1:])
     padded[: len(values)] = values
-    every = world.transport.all_gather(padded, name="metrics").wait()
+    every = world.transport.all_gather(padded.to(world.device), name="metrics").wait().cpu()
     return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)]).numpy()
 
 
