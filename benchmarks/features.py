@@ -176,7 +176,7 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
             write_feature_log(place / name, "yambda", users=users, catalogue=200, seed=seed, shorter=100)
         found["planted_auc"] = planted_auc(place / "test", "label_full_listen")
         for ranks in options.ranks:
-            config = small_recipe(RECIPES["dlrm-v4"], place)
+            config = small_recipe(RECIPES["dlrm-v4"], place, options.epochs)
             save_config(config, place / f"{ranks}.toml")
             out = place / f"run-{ranks}"
             command = [sys.executable, "-m", "freescale", "train", str(place / f"{ranks}.toml"), "--nproc", str(ranks)]
@@ -186,26 +186,41 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def small_recipe(recipe: Any, place: Path) -> Any:
-    """The recipe with tables, width and rates for a log of some thousand users."""
+def small_recipe(recipe: Any, place: Path, epochs: int) -> Any:
+    """The recipe for a log of some thousand users: smaller tables, and the features that the planted signal needs."""
+    from freescale.config import FeatureConfig
+
     features = {
         name: replace(feature, rows=min(feature.rows, 2000) if feature.rows else 0)
         for name, feature in recipe.features.items()
     }
+    features |= {name: FeatureConfig(scope="user") for name in ("region", "subscription")}
+    features["device"] = FeatureConfig(column="device_type", scope="context")
+    for first, second in (("region", "artist"), ("subscription", "device")):
+        features[f"{first}_x_{second}"] = FeatureConfig(scope="context", kind="cross", cross=(first, second), rows=2000)
     return replace(
         recipe,
         data=replace(
             recipe.data,
             path=str(place / "train"),
             test_path=str(place / "test"),
-            global_batch=64,
+            global_batch=128,
             shards=8,
             split="none",
         ),
-        model=replace(recipe.model, dim=64, dropout=0.0),
+        model=replace(recipe.model, dim=32, layers=2, heads=2, dropout=0.0),
         features=features,
-        tables=replace(recipe.tables, lr=0.02, overlap="on"),
-        train=replace(recipe.train, lr=2e-3, warmup_steps=50, precision="fp32", epochs=3, decay="cosine", log_every=50),
+        tables=replace(recipe.tables, lr=0.05, overlap="on"),
+        train=replace(
+            recipe.train,
+            lr=3e-3,
+            warmup_steps=50,
+            precision="fp32",
+            epochs=epochs,
+            decay="cosine",
+            evaluate_every=1,
+            log_every=50,
+        ),
     )
 
 
@@ -217,6 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--users", type=int, default=4000)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--data")
     parser.add_argument("--features", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -146,8 +146,8 @@ class FeatureConfig:
     """id: a categorical id. set: ids, whose rows are summed. number: see `scaling`. bits: a bit mask of actions, one
     learned vector per bit. timestamp: seconds since 1970, as the hour of the week in UTC. cross: see `cross`."""
     cross: tuple[str, ...] = ()
-    """Ids that are hashed together into `rows`: names of id or timestamp features of the candidate, `item`, or `user`,
-    which is user_id. Only with kind = "cross" and scope = "context" or "candidate"; it reads no column of its own."""
+    """Ids that are hashed together into `rows`: names of id or timestamp features of candidates or users, `item`, or
+    `user`, which is user_id. Only with kind = "cross" and scope = "context" or "candidate"; it reads no column."""
     table: str = ""
     """Embedding table of ids, sets, timestamps and quantiles; features that name the same table share it. Empty: one
     table per feature."""
@@ -217,9 +217,9 @@ class FeatureConfig:
         usable = {"item", "user"} | {
             name
             for name, feature in run.features.items()
-            if feature.kind in ("id", "timestamp") and feature.scope in ("item", "context", "candidate")
+            if feature.kind in ("id", "timestamp") and feature.scope != "event"
         }
-        rule = f"names among {', '.join(sorted(usable))}: ids and timestamps that a candidate has"
+        rule = f"names among {', '.join(sorted(usable))}: ids and timestamps of candidates and users"
         _require(usable >= set(self.cross), f"{key}.cross", self.cross, rule)
 
 

@@ -129,16 +129,18 @@ class FeatureEmbedding(nn.Module):
     def _cross(self, feature: Feature, batch: Batch) -> Tensor:
         """Return the rows of a cross: a hash of the ids of each candidate."""
         assert batch.candidates is not None
-        key = batch.candidates["candidate_id"].new_zeros(len(batch.candidates["candidate_id"]))
+        candidates, lengths = batch.candidates, batch.candidates.lengths
+        key = torch.zeros_like(candidates["candidate_id"])
         for name in feature.config.cross:
-            if name == "user":
-                users = batch.scalars["user_id"]
-                ids = users.repeat_interleave(batch.candidates.lengths, output_size=len(key))
-            elif name == "item":
-                ids = batch.candidates["candidate_id"]
+            part = self._features.get(name)
+            if part is None:
+                ids = batch.scalars["user_id"] if name == "user" else candidates["candidate_id"]
+            elif part.config.scope == "user":
+                ids = self._ids(part, batch.scalars[part.column])
             else:
-                part = self._features[name]
-                ids = self._ids(part, batch.candidates[candidate_column(part.column)])
+                ids = self._ids(part, candidates[candidate_column(part.column)])
+            if name == "user" or (part is not None and part.config.scope == "user"):
+                ids = ids.repeat_interleave(lengths, output_size=len(key))
             key = splitmix64(key ^ ids)
         return (key & _POSITIVE) % feature.config.rows
 
