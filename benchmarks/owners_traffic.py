@@ -44,6 +44,7 @@ from record import save
 
 LANES = {"before": ("key", "block"), "after": ("popularity", "zigzag"), "before again": ("key", "block")}
 COMPUTE_SECONDS = 0.05
+ROW_TRAFFIC = ("ids", "urgent rows", "row gradients")
 
 
 def write_numbered(source: Path, target: Path) -> None:
@@ -88,8 +89,8 @@ def measured(world: World, data: Path, out: Path, turns: int, steps: int) -> Any
             trainer.fit()
             trainer.close()
             if world.is_rank_zero:
-                lines = {line.cause: line.ms for line in summarize(read_intervals(folder)).lines}
-                found[name].append(sum(ms for cause, ms in lines.items() if cause in ("ids", "urgent rows", "row gradients")))
+                lines = summarize(read_intervals(folder)).lines
+                found[name].append(sum(line.ms for line in lines if line.cause in ROW_TRAFFIC))
     if not world.is_rank_zero:
         return None
     ratio = {n: [a / b for a, b in zip(found[n], found["before"], strict=True)] for n in ("after", "before again")}

@@ -373,6 +373,10 @@ def test_owners_of_rows_are_equally_busy_when_rows_are_dealt_by_popularity(tmp_p
     subprocess.run([warm.python, BENCHMARKS / "owners.py", *options], check=True, capture_output=True)
     result, mean = json.loads(out.read_text())["results"]
     assert result["zigzag"] == mean["zigzag"] < 1.1 < 1.5 < result["block"] <= result["popularity block"] + 0.1
+    options = [tmp_path / "data", "--ranks", "2", "--turns", "1", "--steps", "3", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "owners_traffic.py", *options], check=True, capture_output=True)
+    (traffic,) = json.loads(out.read_text())["results"]
+    assert all(ms > 0 for ms in traffic["exposed_ms"].values())
 
 
 def test_automatic_selection_is_compared_with_every_fixed_setting(tmp_path: Path) -> None:
@@ -385,3 +389,23 @@ def test_automatic_selection_is_compared_with_every_fixed_setting(tmp_path: Path
     assert all(text.startswith("overlap o") for text in result["selected"])
     assert result["best"] in result["ms"]
     assert 0.2 < result["auto_over_best"] < 5
+
+
+def test_anchors_have_the_gradients_of_separate_samples_in_a_fraction_of_their_time(
+    tmp_path: Path, warm: WarmPython
+) -> None:
+    out = tmp_path / "anchors.json"
+    options = ["anchors", "--rounds", "1", "--out", out]
+    subprocess.run([warm.python, BENCHMARKS / "features.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["worst_difference"] < 1e-9
+    assert result["time_ratio"][0] < 0.3  # of CPU time, beside other tests
+
+
+def test_the_small_recipe_of_dlrm_v4_trains_with_every_technique(tmp_path: Path) -> None:
+    out = tmp_path / "planted.json"
+    options = ["planted", "--ranks", "2", "--users", "120", "--epochs", "1", "--out", out]
+    subprocess.run([sys.executable, BENCHMARKS / "features.py", *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert 0.8 < result["planted_auc"] < 0.9
+    assert 0.4 < result["2 ranks"]["auc/label_full_listen"] < result["planted_auc"]
