@@ -1,7 +1,9 @@
 """Features pass from columns to batches: every kind and scope, missing values, unknown ids, anchors."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,15 @@ from tests.support.datasets import lists, write_dataset
 LENGTHS = [2, 3, 1]
 
 
-def write(path: Path, **columns: pa.Array) -> None:
+def write(
+    path: Path, sizes: Mapping[str, int] = MappingProxyType({"artist": 4, "tags": 4}), **columns: pa.Array
+) -> None:
     base = {
         "user_id": pa.array([0, 1, 2]),
         "item_id": lists(LENGTHS, [0, 1, 2, 0, 1, 2]),
         "timestamp": lists(LENGTHS, [10, 20, 5, 15, 25, 7], pa.int64()),
     }
-    write_dataset(path, pa.table(base | columns), rows_per_group=3, items=3, features={"artist": 4, "tags": 4})
+    write_dataset(path, pa.table(base | columns), rows_per_group=3, items=3, features=sizes)
 
 
 def read(path: Path, schema: FeatureSchema, **options: Any) -> Batch:
@@ -177,3 +181,14 @@ def test_a_row_with_a_faulty_value_is_refused_or_skipped(
         read(tmp_path / "data", schema)
     batch = read(tmp_path / "data", schema, on_bad="skip")
     assert batch.scalars["user_id"].tolist() == [1, 2], kind
+
+
+def test_a_data_set_with_another_vocabulary_of_a_feature_is_refused(tmp_path: Path) -> None:
+    identities = []
+    for name, artists in (("trained", 4), ("other", 5)):
+        write(tmp_path / name, sizes={"artist": artists, "tags": 4}, artist=lists(LENGTHS, [0, 1, 2, 3, 0, 1]))
+        data = DataConfig(path=str(tmp_path / name))
+        identities.append(Loader(data, seed=0, schema=FeatureSchema({"artist": FeatureConfig()}, dim=8)).identity)
+    identities[0].require_same(identities[0], where="here")
+    with pytest.raises(DataError, match="column 'artist' has 5 ids; the model was trained on 4"):
+        identities[1].require_same(identities[0], where="here")

@@ -7,7 +7,7 @@ Every categorical column has a file of that form: `vocabulary-COLUMN.parquet`.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +84,8 @@ class DataIdentity:
     """Type of each column that the loader reads."""
     contents: str
     """Checksum of the whole data set."""
+    vocabularies: dict[str, int] = field(default_factory=dict)
+    """Size of the vocabulary of each column of ids that the loader reads."""
 
     @staticmethod
     def from_dataset(dataset: Dataset) -> "DataIdentity":
@@ -91,9 +93,9 @@ class DataIdentity:
         columns = {name: str(kind) for name, kind in dataset.columns.items()}
         if dataset.manifest is None:
             return DataIdentity("", 0, columns, "")
-        return DataIdentity(
-            dataset.manifest.vocabulary, dataset.manifest.items, columns, manifest_checksum(dataset.manifest)
-        )
+        manifest = dataset.manifest
+        sizes = {name: size for name, size in manifest.features.items() if name in columns}
+        return DataIdentity(manifest.vocabulary, manifest.items, columns, manifest_checksum(manifest), sizes)
 
     def require_same(self, recorded: "DataIdentity", *, where: str) -> None:
         """Raise if a model was trained on another vocabulary or on other column types."""
@@ -101,6 +103,10 @@ class DataIdentity:
             items = "other items" if self.items == recorded.items else f"{self.items:,} items"
             what = f"the data set has {items}, but the model was trained on a vocabulary of {recorded.items:,}"
             raise DataError(what, where=where, remedy=_REIMPORT)
+        for name in sorted(self.vocabularies.keys() & recorded.vocabularies.keys()):
+            if self.vocabularies[name] != recorded.vocabularies[name]:
+                sizes = f"{self.vocabularies[name]:,} ids; the model was trained on {recorded.vocabularies[name]:,}"
+                raise DataError(f"column '{name}' has {sizes}", where=where, remedy=_REIMPORT)
         for name in sorted(self.columns.keys() & recorded.columns.keys()):
             if self.columns[name] != recorded.columns[name]:
                 what = f"column '{name}' is {self.columns[name]}; the model was trained on {recorded.columns[name]}"
