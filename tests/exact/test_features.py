@@ -1,5 +1,6 @@
 """With features of every kind, anchors and several tasks the guarantees hold as without."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config_of(kind: str, logs: dict[str, Path], **changes: Any) -> RunConfig:
-    if kind == "retrieval":
-        return with_features(logs[kind], task="retrieval", **changes)
+    if kind in ("retrieval", "interleaved"):
+        config = with_features(logs["retrieval"], task="retrieval", **changes)
+        return replace(config, task=replace(config.task, interleave=kind == "interleaved"))
     return with_features(logs[kind], anchors="labeled" if kind == "anchors" else "none", **changes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "interleaved"])
 def test_any_placement_and_world_size_gives_the_same_result(
     groups: dict[int, Ranks], logs: dict[str, Path], tmp_path: Path, kind: str, whole_form: bool
 ) -> None:

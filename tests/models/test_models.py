@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig
+from freescale.config import DataConfig, FeatureConfig, ModelConfig, RunConfig, TaskConfig
 from freescale.data.batch import Batch, Events
+from freescale.data.feature_schema import Feature
+from freescale.data.vocabulary import ItemVocabulary
 from freescale.models.encoders import HSTU, SASRec
 from freescale.models.heads import multi_task_loss
 from freescale.models.jagged import EventTimes, JaggedLayout
 from freescale.models.keyed import Keys, splitmix64
+from freescale.models.protocol import Rows
 from freescale.models.retrieval import Retrieval, sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of
 
@@ -197,3 +200,25 @@ def test_the_order_of_candidates_does_not_matter() -> None:
     x = inputs(layout, DIM)
     swapped = torch.cat([x[:9], x[9:].flip(0)])
     torch.testing.assert_close(model(x, layout)[9:], model(swapped, layout)[9:].flip(0), rtol=1e-10, atol=1e-12)
+
+
+def test_interleaved_actions_are_tokens_that_predict_the_next_item() -> None:
+    feature = FeatureConfig(scope="event", kind="bits", bits=2)
+    task = TaskConfig(interleave=True, negatives=3)
+    config = RunConfig(data=DataConfig(path="none", max_history=8), task=task, features={"action": feature})
+    features = {"action": Feature("action", feature, "", ItemVocabulary(0, 1), config.model.dim)}
+    model = Retrieval(config, items=9, features=features)
+    columns = {"item_id": torch.tensor([1, 2, 3]), "timestamp": torch.tensor([10, 20, 35])}
+    outputs = []
+    for last in (0, 3):  # the action of the second event
+        history = Events(torch.tensor([0, 3]), {**columns, "action": torch.tensor([1, last, 2])})
+        inputs = model.prepare_query(Batch(0, 0, torch.arange(1), {}, history, None, None))
+        assert inputs.layout.lengths.tolist() == [6]
+        assert inputs.map.events.tolist() == [0, 2, 4]
+        assert inputs.map.actions.tolist() == [1, 3, 5]
+        assert inputs.layout.times is not None
+        assert inputs.layout.times.query.tolist() == [10, 20, 20, 35, 35, 35]
+        rows = {"item": Rows(torch.eye(9, config.model.dim), inputs.ids["item"])}
+        outputs.append(model.encoder(model._embed(inputs, rows), inputs.layout, None))
+    changed = (outputs[0] - outputs[1]).abs().sum(1) > 0
+    assert changed.tolist() == [False, False, False, True, True, True], "an action is seen from its own token on"
