@@ -97,7 +97,7 @@ def test_training_with_tables_of_two_widths_is_free_of_reports(
 def trained_with_features(world: World, data: str, folder: str, anchors: str) -> tuple[list[float], list[str]]:
     """Train with features of every kind; return the losses and the reports of this rank."""
     config = with_features(Path(data), anchors=anchors, train={"max_steps": 4, "log_every": 1})
-    trainer = build(config, joined(world), Path(folder))
+    trainer = build(config, joined(world, timeout=180), Path(folder))  # many small tables: slow beside other tests
     with reports_of(world) as reports:
         trainer.fit()
         trainer.close()
@@ -110,7 +110,8 @@ def test_features_and_anchors_give_the_losses_of_the_cpu(
     gpus: Ranks, groups: dict[int, Ranks], tmp_path: Path, anchors: str
 ) -> None:
     write_feature_log(tmp_path / "data", [3, 9, 1, 20, 6, 2] * 8, candidates=anchors == "none")
-    on_cpu = groups[2].run(trained_with_features, str(tmp_path / "data"), str(tmp_path / "cpu"), anchors)[0][0]
-    results = gpus.run(trained_with_features, str(tmp_path / "data"), str(tmp_path / "gpu"), anchors)
+    words = {name: (str(tmp_path / "data"), str(tmp_path / name), anchors) for name in ("cpu", "gpu")}
+    on_cpu = groups[2].run(trained_with_features, *words["cpu"])[0][0]
+    results = gpus.run(trained_with_features, *words["gpu"], timeout=400)
     assert [reports for _, reports in results] == [[], []]
     assert results[0][0] == pytest.approx(on_cpu, rel=1e-10)

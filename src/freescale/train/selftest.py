@@ -29,6 +29,7 @@ from freescale.checkpoint import checkpoints
 from freescale.config import DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig, TransportConfig
 from freescale.config.recipes import RECIPES
 from freescale.data import synthetic
+from freescale.data.synthetic_features import write_feature_log
 from freescale.errors import TransportError, reason
 from freescale.log import handled_by
 from freescale.models.attention.operators import hstu_attention, softmax_attention
@@ -40,6 +41,7 @@ from freescale.transport.world import World
 
 _STEPS, _EXCHANGES = 8, 40
 _RECIPE_STEPS, _RECIPE_HISTORY = 2, 64
+_RECIPE_ROWS = 1000
 _CHECK_SECONDS = 300.0
 """What a check may take; waits inside have the shorter timeout of the transport."""
 _WRITE_SECONDS = 8.0
@@ -255,16 +257,22 @@ class Selftest:
         return None if is_missing else folder
 
     def _recipe(self, name: str) -> str:
-        """The recipe trains on this device: its model, in full size, on short histories."""
+        """The recipe trains on this device: its model in full size, on short histories, with small tables of features."""
         config = RECIPES[name]
-        data = self._folder / "ranking" if config.task.kind == "ranking" else self._folder / "data"
-        if config.task.kind == "ranking" and not data.exists():
+        log = "features" if config.features else "ranking" if config.task.kind == "ranking" else "data"
+        data = self._folder / log
+        if log == "features" and not data.exists():
+            write_feature_log(data, "yambda", users=64, shorter=200)
+        elif not data.exists():
             synthetic.write_planted_log(data, users=64)
-        samples = 2 * self._world.world_size
+        features = {n: replace(f, rows=min(f.rows, _RECIPE_ROWS)) for n, f in config.features.items()}
+        sizes = {"global_batch": 2 * self._world.world_size, "workers": 0, "shards": 8}
         history = min(config.data.max_history, _RECIPE_HISTORY)
+        split = "none" if config.features else config.data.split
         config = replace(
             config,
-            data=replace(config.data, path=str(data), global_batch=samples, max_history=history, workers=0, shards=8),
+            features=features,
+            data=replace(config.data, path=str(data), max_history=history, split=split, **sizes),
             transport=TransportConfig(urgent="c10d", deferred="c10d"),
             train=replace(config.train, max_steps=_RECIPE_STEPS, epochs=1, timeout=self._world.transport.timeout),
         )
