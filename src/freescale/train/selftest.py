@@ -257,7 +257,7 @@ class Selftest:
         return None if is_missing else folder
 
     def _recipe(self, name: str) -> str:
-        """The recipe trains on this device: its model in full size, on short histories, with small tables of features."""
+        """The recipe trains here: its model in full size, on short histories, with small tables of features."""
         config = RECIPES[name]
         log = "features" if config.features else "ranking" if config.task.kind == "ranking" else "data"
         data = self._folder / log
