@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -145,9 +146,11 @@ def visible_tiles(layout: JaggedLayout, block: int) -> list[tuple[int, int, int]
     """Return the tiles with a visible pair, pair by pair."""
     tiles = []
     for sample, (first, length, _) in enumerate(layout.spans.tolist()):
-        place, limit = torch.arange(length), layout.limits[first : first + length]
-        seen = is_visible(place[:, None], place[None, :], limit[:, None]).nonzero() // block
-        tiles += [(sample, *tile) for tile in seen.unique(dim=0).tolist()]
+        place = torch.arange(-(-length // block) * block)
+        limit = F.pad(layout.limits[first : first + length], (0, len(place) - length))
+        seen = is_visible(place[:, None], place[None, :], limit[:, None]) & (place[:, None] < length)
+        seen = seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1)
+        tiles += [(sample, *tile) for tile in seen.nonzero().tolist()]
     return tiles
 
 

@@ -176,31 +176,28 @@ def backward_rows(
                 d_score = tl.where(visible, d_score * slope, 0.0)
                 d_queries = tl.dot(d_score.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
 
+                # A tile has few time buckets: one or two, once it is far from the diagonal.
+                for bucket_index in range(tl.min(tl.where(visible, bucket, BUCKETS)), tl.max(bucket) + 1):
+                    total = tl.sum(tl.where(bucket == bucket_index, d_score, 0.0))
+                    by_bucket += tl.where(bucket_lane == bucket_index, total, 0.0)
+
                 # Pairs of equal distance lie on a diagonal: rows are shifted so that they share a column. One band of
-                # distances holds all pairs of a tile, except where anchors are far apart.
+                # distances holds all pairs of a tile, except where anchors are far apart. The pair of a candidate with
+                # itself has distance 0, and lies on none of these diagonals.
                 own_pair = (query[:, None] == key[None, :]) & (key[None, :] > limit[:, None])
                 own_total = tl.sum(tl.where(own_pair, d_score, 0.0))
                 farthest = limit - begin
-                nearest = tl.maximum(tl.min(farthest) - (BLOCK - 1), 0)
-                last = tl.maximum(tl.max(farthest), 0)
-                while nearest <= last:
+                first_distance = tl.maximum(tl.min(farthest) - (BLOCK - 1), 0)
+                last_distance = tl.maximum(tl.max(farthest), 0)
+                for nearest in range(first_distance, last_distance + 1, 2 * BLOCK):
                     column = farthest[:, None] - (nearest + band)[None, :]
-                    shifted = tl.gather(
-                        tl.where(own_pair, 0.0, d_score), tl.minimum(tl.maximum(column, 0), BLOCK - 1), 1
-                    )
+                    shifted = tl.gather(d_score, tl.minimum(tl.maximum(column, 0), BLOCK - 1), 1)
                     along = tl.sum(tl.where((column >= 0) & (column < BLOCK), shifted, 0.0), 0)
                     along += tl.where(nearest + band == 0, own_total, 0.0)
                     pointer = by_distance + nearest + band
                     inside = nearest + band < max_distance
                     tl.store(pointer, tl.load(pointer, mask=inside, other=0.0) + along * weight, mask=inside)
                     tl.debug_barrier()  # the next band or tile adds to some of these with other threads
-                    following = tl.maximum(farthest - (BLOCK - 1), nearest + 2 * BLOCK)
-                    nearest = tl.min(tl.where(following <= farthest, following, last + 1))
-
-                # A tile has few time buckets: one or two, once it is far from the diagonal.
-                for bucket_index in range(tl.min(tl.where(visible, bucket, BUCKETS)), tl.max(bucket) + 1):
-                    total = tl.sum(tl.where(bucket == bucket_index, d_score, 0.0))
-                    by_bucket += tl.where(bucket_lane == bucket_index, total, 0.0)
             _store_block(
                 d_q, first, parts, slot, head, query, query_valid, d_queries * weight, HEADS, WIDTH, PADDED, BLOCK
             )

@@ -28,7 +28,6 @@ _LAUNCH = {
     **{("backward_columns", True, padded): (4, 1) for padded in _WIDTHS},
     ("backward_columns", False, 16): (8, 1),
     ("backward_columns", False, 32): (8, 1),
-    ("backward_columns", False, 64): (4, 2),
 }
 """Warps and stages by kernel, whether the dtype has 16 bits, and padded width; (8, 2) for all others."""
 _PROGRAMS_PER_SM = 2
