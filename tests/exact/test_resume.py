@@ -75,15 +75,26 @@ def test_a_run_resumes_on_any_other_world_size(groups: dict[int, Ranks], log: Pa
         assert apart(once, resumed) < 1e-9, (counts, stops)
 
 
-@pytest.mark.parametrize("before", ["block", "zigzag"])
+@pytest.mark.parametrize(
+    ("before", "count", "task"),
+    [
+        ("block", 2, "retrieval"),
+        ("zigzag", 4, "ranking"),
+        pytest.param("zigzag", 2, "ranking", marks=pytest.mark.whole),
+        pytest.param("block", 4, "retrieval", marks=pytest.mark.whole),
+    ],
+)
 def test_owners_of_rows_change_nothing_and_checkpoints_of_both_rules_read_each_other(
-    groups: dict[int, Ranks], log: Path, tmp_path: Path, before: str
+    groups: dict[int, Ranks], log: Path, tmp_path: Path, before: str, count: int, task: str
 ) -> None:
-    after = "zigzag" if before == "block" else "block"
-    first, then = (small(log, train=FP32, tables={"owners": owners}) for owners in (before, after))
-    once = pieces([groups[2]], then, tmp_path / "a", [])
-    groups[2].run(train, first, str(tmp_path / "b"), False, 7)
-    resumed = whole(groups[2].run(train, then, str(tmp_path / "b"), True, 0))
+    after, labels = "zigzag" if before == "block" else "block", ("label_click",) if task == "ranking" else ()
+    first, then = (
+        small(log, train=FP32, tables={"owners": owners}, task={"kind": task, "labels": labels})
+        for owners in (before, after)
+    )
+    once = pieces([groups[count]], then, tmp_path / "a", [])
+    groups[count].run(train, first, str(tmp_path / "b"), False, 7)
+    resumed = whole(groups[count].run(train, then, str(tmp_path / "b"), True, 0))
     assert same(once, resumed)
 
 

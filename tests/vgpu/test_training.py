@@ -105,7 +105,7 @@ def trained_with_features(world: World, data: str, folder: str, anchors: str) ->
     return [entry["loss"] for entry in losses if entry["kind"] == "train"], reports
 
 
-@pytest.mark.parametrize("anchors", ["labeled", "none"])
+@pytest.mark.parametrize("anchors", ["labeled", pytest.param("none", marks=pytest.mark.whole)])
 def test_features_and_anchors_give_the_losses_of_the_cpu(
     gpus: Ranks, groups: dict[int, Ranks], tmp_path: Path, anchors: str
 ) -> None:

@@ -5,6 +5,7 @@ An unknown or mistyped key is an error with the file, the line and the closest v
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -187,6 +188,7 @@ def _keys(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
 
+@functools.cache
 def field_docs(schema: type) -> dict[str, str]:
     """Docstring of every field of a dataclass, with its allowed values if it is a Literal."""
     (tree,) = ast.parse(inspect.getsource(schema)).body
