@@ -34,6 +34,7 @@ from record import save
 
 ROOT = Path(__file__).parents[1]
 LANES = {"before": 0, "0 features": 0, "0 features again": 0, "1 feature": 1, "2 features": 2, "4 features": 4}
+_ROWS = 500_000
 
 
 def worker(data: str, features: int, steps: int) -> None:
@@ -172,11 +173,11 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for name, seed in (("train", 0), ("test", 1)):
-            users = options.users if name == "train" else options.users // 4
+            users = options.users if name == "train" else max(30, options.users // 32)
             write_feature_log(place / name, "yambda", users=users, catalogue=200, seed=seed, shorter=100)
         found["planted_auc"] = planted_auc(place / "test", "label_full_listen")
         for ranks in options.ranks:
-            config = small_recipe(RECIPES["dlrm-v4"], place, options.epochs)
+            config = small_recipe(RECIPES["dlrm-v4"], place)
             save_config(config, place / f"{ranks}.toml")
             out = place / f"run-{ranks}"
             command = [sys.executable, "-m", "freescale", "train", str(place / f"{ranks}.toml"), "--nproc", str(ranks)]
@@ -186,26 +187,30 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def small_recipe(recipe: Any, place: Path, epochs: int) -> Any:
-    """The recipe for a log of some thousand users: smaller tables, and the features that the planted signal needs."""
+def small_recipe(recipe: Any, place: Path) -> Any:
+    """The recipe for a log of some thousand users: smaller tables, and the features that the planted signal needs.
+
+    One epoch, as in the reference: the crosses with the user would remember the labels of a first epoch in a second.
+    """
     from freescale.config import FeatureConfig
 
     features = {
-        name: replace(feature, rows=min(feature.rows, 2000) if feature.rows else 0)
+        name: replace(feature, rows=min(feature.rows, _ROWS) if feature.rows else 0)
         for name, feature in recipe.features.items()
     }
     features |= {name: FeatureConfig(scope="user") for name in ("region", "subscription")}
     features["device"] = FeatureConfig(column="device_type", scope="context")
     for first, second in (("region", "artist"), ("subscription", "device")):
-        features[f"{first}_x_{second}"] = FeatureConfig(scope="context", kind="cross", cross=(first, second), rows=2000)
+        cross = FeatureConfig(scope="context", kind="cross", cross=(first, second), rows=_ROWS)
+        features[f"{first}_x_{second}"] = cross
     return replace(
         recipe,
         data=replace(
             recipe.data,
             path=str(place / "train"),
             test_path=str(place / "test"),
-            global_batch=128,
-            shards=8,
+            global_batch=16,
+            shards=4,
             split="none",
         ),
         model=replace(recipe.model, dim=32, layers=2, heads=2, dropout=0.0),
@@ -213,10 +218,10 @@ def small_recipe(recipe: Any, place: Path, epochs: int) -> Any:
         tables=replace(recipe.tables, lr=0.05, overlap="on"),
         train=replace(
             recipe.train,
-            lr=3e-3,
+            lr=1e-2,
             warmup_steps=50,
             precision="fp32",
-            epochs=epochs,
+            epochs=1,
             decay="cosine",
             evaluate_every=1,
             log_every=50,
@@ -231,8 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--users", type=int, default=4000)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--users", type=int, default=32_000)
     parser.add_argument("--data")
     parser.add_argument("--features", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -11,6 +11,7 @@ and over films with fewer than 50 ratings in training.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -159,15 +160,16 @@ def main() -> None:
         print(json.dumps(result), flush=True)
         train = rows_of(data, split)
         counts = np.bincount(train["item_id"][~train["held_out"]], minlength=int(train["item_id"].max()) + 1)
-        for name, features in (("ids", {}), ("features", FEATURES)):
-            found: dict[str, list[float]] = {"all": [], "rare": []}
-            for seed in options.seeds:
-                held = HeldOut(config_of(data, split, seed, options, features), Path(folder) / f"{name}-{seed}")
-                rare = counts[held.item] < FEW
-                found["all"].append(auc(held.predicted, held.label, np.ones(len(rare), bool)))
-                found["rare"].append(auc(held.predicted, held.label, rare))
-                print(name, seed, found["all"][-1], found["rare"][-1], flush=True)
-            result[name] = {key: {"mean": statistics.mean(of), "seeds": of} for key, of in found.items()}
+        models: dict[str, dict[str, FeatureConfig]] = {"ids": {}, "features": FEATURES}
+        found: dict[str, dict[str, list[float]]] = {name: {"all": [], "rare": []} for name in models}
+        for seed, name in itertools.product(options.seeds, models):
+            held = HeldOut(config_of(data, split, seed, options, models[name]), Path(folder) / f"{name}-{seed}")
+            rare = counts[held.item] < FEW
+            found[name]["all"].append(auc(held.predicted, held.label, np.ones(len(rare), bool)))
+            found[name]["rare"].append(auc(held.predicted, held.label, rare))
+            print(name, seed, found[name]["all"][-1], found[name]["rare"][-1], flush=True)
+    for name, of_model in found.items():
+        result[name] = {key: {"mean": statistics.mean(of), "seeds": of} for key, of in of_model.items()}
     print(json.dumps(result, indent=1))
     save(options.out, [result])
 

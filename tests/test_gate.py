@@ -3,10 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import WarmPython
 
 SKIPPING = """
 import pytest
@@ -51,11 +52,11 @@ def test_of_the_number_of_runs():
 """
 
 
-def run_pytest(folder: Path, code: str, **environment: str) -> str:
+def run_pytest(warm: WarmPython, folder: Path, code: str, **environment: str) -> str:
     shutil.copy(Path(__file__).with_name("conftest.py"), folder)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu: x\n quiet: x\n")
     (folder / "test_it.py").write_text(code)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", folder]
+    command = [warm.python, "-m", "pytest", "-p", "no:cacheprovider", folder]
     variables = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True).stdout
 
@@ -71,11 +72,13 @@ def run_pytest(folder: Path, code: str, **environment: str) -> str:
     ids=["repeated", "not repeated on a quiet machine", "not forever", "a success counts"],
 )
 def test_a_failed_measurement_is_repeated_only_if_cores_were_stolen(
-    tmp_path: Path, stolen: list[int], good_run: int, runs: int, outcome: str
+    warm: WarmPython, tmp_path: Path, stolen: list[int], good_run: int, runs: int, outcome: str
 ) -> None:
-    assert outcome in run_pytest(tmp_path, MEASURING.format(stolen=stolen, good_run=good_run, runs=runs))
+    assert outcome in run_pytest(warm, tmp_path, MEASURING.format(stolen=stolen, good_run=good_run, runs=runs))
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", "1 failed, 1 skipped"), ("", "2 skipped")])
-def test_a_test_that_could_run_may_not_be_skipped_in_ci(tmp_path: Path, ci: str, outcome: str) -> None:
-    assert outcome in run_pytest(tmp_path, SKIPPING, CI=ci)
+def test_a_test_that_could_run_may_not_be_skipped_in_ci(
+    warm: WarmPython, tmp_path: Path, ci: str, outcome: str
+) -> None:
+    assert outcome in run_pytest(warm, tmp_path, SKIPPING, CI=ci)
