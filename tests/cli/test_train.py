@@ -87,7 +87,7 @@ def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory, freescal
     """Options of a run, and where it went to its end."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     options = ["train", "tiny", "--data", str(demo), "--nproc", "2", "--train.epochs", "30", "--train.log-every", "1"]
-    options += ["--train.max-steps", "60"]
+    options += ["--train.max-steps", "30"]
     assert freescale(*options, "--out", out).returncode == 0
     return options, out
 
@@ -110,7 +110,7 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_result(
     assert "asked to stop: saving step" in said
     assert "death signal" not in said, "the launcher is quiet"
     (saved,) = checkpoints.complete_checkpoints(out / "checkpoints")[-1:]
-    assert 5 <= int(saved.name.split("-")[1]) < 60
+    assert 5 <= int(saved.name.split("-")[1]) < 30
     ended = freescale(*options, "--out", out, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert losses(out) == losses(whole)
@@ -140,7 +140,7 @@ def test_a_lost_rank_ends_the_run_soon_without_restarts(demo: Path, tmp_path: Pa
     assert code == 1
     assert "ranks that do not answer: 1" in said
     assert "local rank 1 of host 0 ended by signal 9; no restarts are left" in said
-    assert time.monotonic() - begin < 90
+    assert time.monotonic() - begin < 120
 
 
 def test_ranks_restart_after_a_loss_and_no_step_is_lost(uninterrupted: tuple[list[str], Path], tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_ranks_restart_after_a_loss_and_no_step_is_lost(uninterrupted: tuple[lis
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (recovery,) = [entry for entry in entries if entry["kind"] == "recovery"]
     assert recovery["why"] == "local rank 1 of host 0 ended by signal 9"
-    assert 0 < recovery["seconds"] < 60
+    assert 0 < recovery["seconds"] < 120
 
 
 def test_a_run_is_not_overwritten_and_resume_needs_a_checkpoint(
