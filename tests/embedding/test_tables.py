@@ -14,7 +14,7 @@ from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.fused import fused_shard, require_exact
 from freescale.embedding.ids import UniqueIds, deduplicate, split
 from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
-from freescale.embedding.tables import Table
+from freescale.embedding.tables import RowKeys, Table
 from freescale.errors import ConfigError
 from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
@@ -35,10 +35,11 @@ def test_each_id_is_once_and_every_place_finds_its_own(ids: list[int], rows: int
 def test_every_row_has_one_owner(rows: int, ranks: int, ids: set[int]) -> None:
     table = Table("item", rows, 4)
     assert [row for rank in range(ranks) for row in table.owned(rank, ranks)] == list(range(rows))
+    keys = RowKeys([Table("user", 7, 4), table], ranks)
     unique = torch.tensor(sorted(i for i in ids if i < rows), dtype=torch.int64)
-    cuts = table.cuts(unique, ranks)
-    for rank in range(ranks):
-        assert all(row in table.owned(rank, ranks) for row in unique[cuts[rank] : cuts[rank + 1]].tolist())
+    counts = keys.count(keys.sort([torch.arange(0), unique])[0])[1].tolist()
+    for rank, of_rank in enumerate(unique.split(counts)):
+        assert all(row in table.owned(rank, ranks) for row in of_rank.tolist())
 
 
 def test_rows_begin_the_same_whoever_owns_them_and_spread_as_asked() -> None:
@@ -83,20 +84,19 @@ def divided(world: World, seed: int) -> dict[str, object]:
     exchange = EmbeddingExchange(TABLES, joined(world).transport)
     wanted = [wanted_of(world.rank, seed), wanted_of(world.rank, seed + 1)]
     this, following = (exchange.send_ids(one) for one in wanted)
-    shared = {t.name: split(this.local_rows[t.name], following.local_rows[t.name]) for t in TABLES}
-    splits = exchange.send_split(this, following, shared)
+    splits = exchange.send_split(this, following, split(this.keys, following.keys))
     for parts, ids in zip(splits, wanted, strict=True):
         for plan in parts:
             rows = served(world, plan)
             got = exchange.send_rows(plan, rows).wait()
             for table in TABLES:
-                requested = ids[table.name].unique[plan.index[table.name]]
+                requested = ids[table.name].unique[plan.index_by_table[table.name]]
                 assert torch.equal(got[table.name], value_of(table, requested))
             back = exchange.send_gradients(plan, got).wait()
             assert all(torch.equal(back[name], rows[name]) for name in rows)
     return {
         t.name: [
-            (w[t.name].unique.tolist(), *(w[t.name].unique[plan.index[t.name]].tolist() for plan in parts))
+            (w[t.name].unique.tolist(), *(w[t.name].unique[plan.index_by_table[t.name]].tolist() for plan in parts))
             for w, parts in zip(wanted, splits, strict=True)
         ]
         for t in TABLES

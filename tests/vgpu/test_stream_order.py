@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from freescale.embedding.ids import deduplicate
+from freescale.embedding.ids import deduplicate_tables
 from freescale.transport import chunked
 from freescale.transport.selection import TransportFactory
 from tests.support.ranks import Ranks, World
@@ -87,8 +87,8 @@ def _own_values(self: Any, values: torch.Tensor, *, name: str, op: Any = None) -
     return self.all_reduce(values, name=name, op=torch.distributed.ReduceOp.SUM if op is None else op).wait_on_host()
 
 
-def _deduplicate_on_the_host(ids: torch.Tensor, *, rows: int) -> Any:
-    return deduplicate(ids.cpu(), rows=rows)
+def _deduplicate_on_the_host(ids: list[torch.Tensor], *, rows: list[int]) -> Any:
+    return deduplicate_tables([of_table.cpu() for of_table in ids], rows=rows)
 
 
 def _plain_index_add(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ FAULTS = {
         "torch.Tensor", "record_stream", _nothing, "host_staged", "freed early", in_training=False
     ),
     "ids on the host": Fault(
-        "freescale.train.sharded_model", "deduplicate", _deduplicate_on_the_host, report="on the same device"
+        "freescale.train.sharded_model", "deduplicate_tables", _deduplicate_on_the_host, report="on the same device"
     ),
     "symmetric memory is reused while it is read": Fault(
         ARENA, "allocate", _allocate_without_events, "copy_engine", "freed early", in_training=False

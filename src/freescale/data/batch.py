@@ -5,7 +5,7 @@ Slices share memory with the window, so a step copies nothing unless it spans tw
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from freescale.config import TaskConfig
 from freescale.data.columns import CANDIDATE, ColumnType
+from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.order import WindowShare, concat_ranges
 from freescale.data.validation import RowGroup
@@ -267,11 +268,6 @@ class Events:
         """Number of events of each sample."""
         return self.offsets.diff()
 
-    def to(self, device: torch.device) -> "Events":
-        """Copy to a device."""
-        features = {name: values.to(device, non_blocking=True) for name, values in self.features.items()}
-        return Events(self.offsets.to(device, non_blocking=True), features)
-
     def row_indices(self, samples: torch.Tensor) -> torch.Tensor:
         """Indices of the values of these samples."""
         lengths = self.lengths[samples]
@@ -308,6 +304,8 @@ class Batch:
     """Held-out events, for evaluation."""
     sets: dict[str, Events] = field(default_factory=dict)
     """Ids of set features, per sample, by `set_group`; the feature itself is the number of ids of each entry."""
+    host: "Batch | None" = None
+    """The batch on the host that this one was copied from: reading it does not wait for the device."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -326,11 +324,21 @@ class Batch:
         """One integer for (epoch, step), equal on all ranks; it keys random draws."""
         return self.epoch << 32 | self.step
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.sample_id.device
+
+    @property
+    def on_host(self) -> "Batch":
+        """The same batch on the host."""
+        return self if self.host is None else self.host
+
     def to(self, device: torch.device) -> "Batch":
-        """Copy to a device."""
-        if self.sample_id.device == device:
+        """Copy to a device by one transfer. The host does not wait for it."""
+        if self.device == device:
             return self
-        return self.with_groups({name: events.to(device) for name, events in self.groups().items()})
+        return replace(self.with_groups(to_device(self.groups(), device)), host=self)
 
     def select(self, samples: torch.Tensor) -> "Batch":
         """These samples, copied. The batch must be on the CPU."""

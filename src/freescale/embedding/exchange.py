@@ -1,70 +1,73 @@
 """The all-to-alls of a step: ids to the owners of their rows, rows back, gradients to the owners.
 
 All ids are one transfer, and so are the rows of all tables of one width. A message to a rank holds the tables in order;
-the data of a table holds the ranks in order.
+the data of a table holds the ranks in order. Indices of all tables are one tensor, so that the host waits for a device
+once per batch for the numbers of ids, and once for those of shared ids.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from freescale.embedding.ids import SharedIds, UniqueIds, pack, packed_sizes, unpack
-from freescale.embedding.tables import RowPositions, Table, by_dim
+from freescale.embedding.ids import SharedIds, UniqueIds, pack, packed_sizes, partition, spread, unpack
+from freescale.embedding.tables import RowKeys, Table, by_dim
 from freescale.transport.base import Transport
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""
-Masks = dict[str, Tensor]
-"""Per table, a mask over ids."""
 
 
 class AllToAllPlan(NamedTuple):
     """The all-to-all of the rows of a batch, or of a subset of them."""
 
+    tables: list[str]
     requested: Counts
     """Rows that this rank requests of each owner."""
     served: Counts
     """Rows that each rank requests of this one."""
-    local_rows: dict[str, Tensor]
-    """Per table, the local rows that ranks request, by rank; numbered from the first local row."""
-    index: dict[str, Tensor]
-    """Per table, the unique id of each row that this rank requests, by owner. Without an entry: all, ascending."""
+    rows: Tensor
+    """The local rows that ranks request, numbered as in the shard: by table, then by rank."""
+    places: Tensor
+    """The unique id of each row that this rank requests, numbered per table: by table, then by owner."""
+    keys: Tensor
+    """`rows`, numbered over all tables. None of a subset."""
+    largest: list[int]
+    """By table: no rank requests more rows of another one. The same on all ranks."""
+    is_ascending: bool = False
+    """Whether all unique ids are requested, and the owners have them in ascending order."""
     exhausted: tuple[int, ...] = ()
     """Ranks without such a batch, the same on all ranks. If there are any, no ids were sent."""
 
+    @property
+    def local_rows(self) -> dict[str, Tensor]:
+        """Per table, the local rows that ranks request, by rank."""
+        return dict(zip(self.tables, self.rows.split(_by_table_sizes(self.served)), strict=True))
+
+    @property
+    def index_by_table(self) -> dict[str, Tensor]:
+        """Per table, the unique id of each row that this rank requests, by owner."""
+        return dict(zip(self.tables, self.places.split(_by_table_sizes(self.requested)), strict=True))
+
     def empty(self) -> "AllToAllPlan":
         """Return a plan of the same tables and ranks without rows."""
-        none = [[0] * len(counts) for counts in self.requested]
-        return AllToAllPlan(none, none, {name: rows[:0] for name, rows in self.local_rows.items()}, {})
-
-    def subset(self, requested: Masks, served: Masks) -> "AllToAllPlan":
-        """Return the plan of some ids: masks over those that this rank requests and those that it serves."""
-        counts = (
-            _count_selected([*requested.values()], self.requested),
-            _count_selected([*served.values()], self.served),
-        )
-        index = {
-            name: self.index[name][mask] if name in self.index else mask.nonzero()[:, 0]
-            for name, mask in requested.items()
-        }
-        return AllToAllPlan(*counts, {name: rows[served[name]] for name, rows in self.local_rows.items()}, index)
+        none, no_rows = [[0] * len(counts) for counts in self.requested], self.rows[:0]
+        return AllToAllPlan(self.tables, none, none, no_rows, no_rows, no_rows, [0] * len(self.tables))
 
     def in_order_of_ids(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all requested rows, which are by owner, in the ascending order of the unique ids."""
-        return {
-            name: torch.empty_like(values).index_copy_(0, self.index[name], values) if name in self.index else values
-            for name, values in rows.items()
-        }
+        if self.is_ascending:
+            return rows
+        index = self.index_by_table
+        return {name: torch.empty_like(values).index_copy_(0, index[name], values) for name, values in rows.items()}
 
     def by_owner(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of the rows that this rank requests, by owner. `values`: of all unique ids."""
-        return {
-            name: of_ids.index_select(0, self.index[name]) if name in self.index else of_ids
-            for name, of_ids in values.items()
-        }
+        if self.is_ascending:
+            return dict(values)
+        index = self.index_by_table
+        return {name: of_ids.index_select(0, index[name]) for name, of_ids in values.items()}
 
 
 class SplitPlan(NamedTuple):
@@ -77,102 +80,135 @@ class SplitPlan(NamedTuple):
 class PendingRows(NamedTuple):
     """Rows of several tables in transfer, one transfer per width."""
 
-    transfers: list[tuple[list[str], Callable[[], list[Tensor]]]]
+    transfers: list[tuple[list[str], list[int], Callable[[], Tensor]]]
+    """Of each width: the tables, the rows of each, and a function that waits for the rows of all."""
 
     def wait(self) -> dict[str, Tensor]:
         """Return the received rows of each table, ranks in order."""
-        return {name: subset for names, waited in self.transfers for name, subset in zip(names, waited(), strict=True)}
+        received: dict[str, Tensor] = {}
+        for names, sizes, wait in self.transfers:
+            received |= zip(names, wait().split(sizes), strict=True)
+        return received
 
 
 class EmbeddingExchange:
     """The transfers of a step, for tables sharded row-wise over all ranks."""
 
-    def __init__(self, tables: Sequence[Table], transport: Transport) -> None:
+    def __init__(
+        self, tables: Sequence[Table], transport: Transport, *, first_rows: Mapping[str, int] | None = None
+    ) -> None:
+        """`first_rows`: the number of the first local row of each table; 0 by default."""
         self._tables, self._transport = list(tables), transport
-        self._positions = [RowPositions(table.order) for table in tables]
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
+        self._keys = RowKeys(tables, self._world_size)
+        firsts, keys = first_rows or {}, self._keys.first_keys(self._rank)
+        self._shift = [key - firsts.get(table.name, 0) for key, table in zip(keys, tables, strict=True)]
 
     def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False) -> AllToAllPlan:
         """Request rows of their owners, and receive the requests of other ranks.
 
         `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts.
         """
-        index, uniques = {}, [requested[table.name].unique for table in self._tables]
-        for place, (table, position) in enumerate(zip(self._tables, self._positions, strict=True)):
-            if position.order.shards > 1:
-                uniques[place], index[table.name] = position(uniques[place]).sort()
-        cuts = [table.cuts(unique, self._world_size) for table, unique in zip(self._tables, uniques, strict=True)]
-        counts = [[cut[rank + 1] - cut[rank] for cut in cuts] for rank in range(self._world_size)]
-        one_each = [1] * self._world_size
-        message = torch.tensor([[*count, int(exhausted)] for count in counts], device=uniques[0].device)
-        received = self._transport.all_to_all(message, one_each, one_each, name="id counts").wait_on_host().tolist()
-        if ended := tuple(rank for rank, (*_, flag) in enumerate(received) if flag):
-            return AllToAllPlan([], [], {}, {}, ended)
-        served = [count for *count, _ in received]
-        ids = self._start_transfer(uniques, counts, served, name="ids")()
-        first = [table.owned(self._rank, self._world_size).start for table in self._tables]
-        local_rows = {t.name: ids[i] - first[i] for i, t in enumerate(self._tables)}
-        return AllToAllPlan(counts, served, local_rows, index)
-
-    def send_split(
-        self, this: AllToAllPlan, following: AllToAllPlan, shared: Mapping[str, SharedIds]
-    ) -> tuple[SplitPlan, SplitPlan]:
-        """Send one bit per id: whether both batches have it. `shared`: what the owners found, per table."""
         names = [table.name for table in self._tables]
-        found = [{name: shared[name].in_next for name in names}, {name: shared[name].in_this for name in names}]
-        served = [a + b for a, b in zip(this.served, following.served, strict=True)]
-        requested = [a + b for a, b in zip(this.requested, following.requested, strict=True)]
-        bits = _by_rank([mask for of_batch in found for mask in of_batch.values()], served)
+        keys, places = self._keys.sort([requested[name].unique for name in names])
+        counts, received = self._send_counts(self._keys.count(keys), exhausted=exhausted)
+        if ended := tuple(rank for rank, (*_, flag) in enumerate(received) if flag):
+            return AllToAllPlan([], [], [], keys[:0], keys[:0], keys[:0], [], exhausted=ended)
+        served = [of_rank[: len(names)] for of_rank in received]
+        largest = [max(of_table) for of_table in zip(*received, strict=True)][len(names) : -1]
+        by_table = keys.split(_by_table_sizes(counts))
+        keys = self._start_transfer(by_table, counts, served, most=sum(largest), name="ids")()
+        rows = keys - spread(self._shift, _by_table_sizes(served), keys.device)
+        return AllToAllPlan(names, counts, served, rows, places, keys, largest, self._keys.is_ascending)
+
+    def _send_counts(self, counts: Tensor, *, exhausted: bool) -> tuple[Counts, Counts]:
+        """Send each rank the number of its rows, the largest such numbers of this rank, and whether it has no batch.
+
+        `counts`: [tables, ranks]. Returns its transpose, and the numbers that ranks have sent to this one.
+        """
+        most = counts.amax(1, keepdim=True).expand_as(counts)
+        flag = torch.full_like(counts[:1], int(exhausted))
+        message, one_each = torch.cat([counts, most, flag]).T.contiguous(), [1] * self._world_size
+        work = self._transport.all_to_all(message, one_each, one_each, name="id counts", most=1)
+        sent, received = torch.stack([message, work.wait_on_host()]).tolist()  # the host waits
+        return [of_rank[: len(counts)] for of_rank in sent], received
+
+    def send_split(self, this: AllToAllPlan, following: AllToAllPlan, shared: SharedIds) -> tuple[SplitPlan, SplitPlan]:
+        """Send one bit per id: whether both batches have it. `shared`: what the owners found, in the order of keys."""
+        plans = this, following
+        served = _join_counts(this.served, following.served)
+        requested = _join_counts(this.requested, following.requested)
+        found = torch.cat(shared)
         send, receive = ([sum(counts) for counts in side] for side in (served, requested))
+        bits = pack(_by_rank(found.split(_by_table_sizes(served)), served), send)
         sizes = packed_sizes(send), packed_sizes(receive)
-        got = self._transport.all_to_all(pack(bits, send), *sizes, name="shared ids").wait()
+        most = packed_sizes([sum(this.largest) + sum(following.largest)])[0]
+        got = self._transport.all_to_all(bits, *sizes, name="shared ids", most=most).wait()
         masks = _by_table(unpack(got, receive), requested)
-        mine = [dict(zip(names, masks[: len(names)], strict=True)), dict(zip(names, masks[len(names) :], strict=True))]
-        routes = zip((this, following), mine, found, strict=True)
-        one, other = (SplitPlan(r.subset(m, f), r.subset(_invert(m), _invert(f))) for r, m, f in routes)
+        values = torch.cat([this.places, following.places, this.rows, following.rows])
+        blocks = [*_by_table_and_rank(requested), *_by_table_and_rank(served)]
+        divided = partition(values, torch.cat([masks, found]), blocks)
+        others = [size - count for size, count in zip(blocks, divided.counts, strict=True)]
+        shared_plans = _subsets(plans, divided.counts, divided.selected)
+        one, other = map(SplitPlan, shared_plans, _subsets(plans, others, divided.others))
         return one, other
 
     def send_rows(self, plan: AllToAllPlan, rows: Mapping[str, Tensor]) -> PendingRows:
         """Send rows to the ranks that requested them; each rank receives its unique rows, by owner."""
-        return self._by_dim(rows, plan.served, plan.requested, name="rows")
+        return self._by_dim(rows, plan.served, plan.requested, plan.largest, name="rows")
 
     def send_gradients(self, plan: AllToAllPlan, gradients: Mapping[str, Tensor]) -> PendingRows:
         """Send row gradients, which are by owner, to the owners, which receive one per row and requesting rank."""
-        return self._by_dim(gradients, plan.requested, plan.served, name="row gradients")
+        return self._by_dim(gradients, plan.requested, plan.served, plan.largest, name="row gradients")
 
-    def _by_dim(self, values: Mapping[str, Tensor], send: Counts, receive: Counts, *, name: str) -> PendingRows:
+    def _by_dim(
+        self, values: Mapping[str, Tensor], send: Counts, receive: Counts, largest: Sequence[int], *, name: str
+    ) -> PendingRows:
         transfers = []
         for group in by_dim(self._tables):
             place = [self._tables.index(table) for table in group]
             sent, received = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
-            parts = [values[table.name] for table in group]
-            wait = self._start_transfer(parts, sent, received, name=f"{name} of width {group[0].dim}")
-            transfers.append(([table.name for table in group], wait))
+            parts, most = [values[table.name] for table in group], sum(largest[i] for i in place)
+            wait = self._start_transfer(parts, sent, received, most=most, name=f"{name} of width {group[0].dim}")
+            transfers.append(([table.name for table in group], _by_table_sizes(received), wait))
         return PendingRows(transfers)
 
     def _start_transfer(
-        self, by_table: list[Tensor], send: Counts, receive: Counts, *, name: str
-    ) -> Callable[[], list[Tensor]]:
+        self, by_table: Sequence[Tensor], send: Counts, receive: Counts, *, most: int, name: str
+    ) -> Callable[[], Tensor]:
         """Start a transfer of data by table. The returned function waits, and returns the received data by table."""
         rows, counts = _by_rank(by_table, send), [[sum(of_rank) for of_rank in side] for side in (send, receive)]
-        work = self._transport.all_to_all(rows, *counts, name=name)
+        work = self._transport.all_to_all(rows, *counts, name=name, most=most)
         return lambda: _by_table(work.wait(), receive)
 
 
-def _count_selected(masks: list[Tensor], counts: Counts) -> Counts:
-    """Return the number of selected ids by rank and table."""
-    found = []
-    for place, mask in enumerate(masks):
-        ends = torch.tensor([0, *itertools.accumulate(c[place] for c in counts)], device=mask.device)
-        found.append(torch.cat([mask.new_zeros(1), mask]).cumsum(0)[ends].diff().tolist())
-    return [list(of_rank) for of_rank in zip(*found, strict=True)]
+def _subsets(plans: Sequence[AllToAllPlan], counts: Sequence[int], values: Tensor) -> list[AllToAllPlan]:
+    """Return the plans of some ids. `counts`: requested, then served ids, each by plan, table and rank; so `values`."""
+    names, ranks = plans[0].tables, len(plans[0].requested)
+    size = len(names) * ranks
+    parts = [counts[begin : begin + size] for begin in range(0, len(counts), size)]
+    requested_1, requested_2, served_1, served_2 = values.split([sum(part) for part in parts])
+    by_rank = [[list(part[rank::ranks]) for rank in range(ranks)] for part in parts]
+    kept = (by_rank[0], by_rank[2], served_1, requested_1), (by_rank[1], by_rank[3], served_2, requested_2)
+    return [AllToAllPlan(names, *own, values[:0], plan.largest) for plan, own in zip(plans, kept, strict=True)]
 
 
-def _invert(masks: Masks) -> Masks:
-    return {name: ~mask for name, mask in masks.items()}
+def _join_counts(these: Counts, those: Counts) -> Counts:
+    """Return the counts of the tables of two batches."""
+    return [a + b for a, b in zip(these, those, strict=True)]
 
 
-def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
+def _by_table_sizes(counts: Counts) -> list[int]:
+    """Return the rows of each table."""
+    return [sum(of_table) for of_table in zip(*counts, strict=True)]
+
+
+def _by_table_and_rank(counts: Counts) -> list[int]:
+    """Return the counts by table, then by rank."""
+    return [count for of_table in zip(*counts, strict=True) for count in of_table]
+
+
+def _by_rank(by_table: Sequence[Tensor], counts: Counts) -> Tensor:
     """Reorder data by table into data by rank. A single table is in that order already."""
     if len(by_table) == 1:
         return by_table[0]
@@ -180,10 +216,10 @@ def _by_rank(by_table: list[Tensor], counts: Counts) -> Tensor:
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
-def _by_table(by_rank: Tensor, counts: Counts) -> list[Tensor]:
+def _by_table(by_rank: Tensor, counts: Counts) -> Tensor:
     """Reorder data by rank into data by table."""
     tables = len(counts[0])
     if tables == 1:
-        return [by_rank]
+        return by_rank
     pieces = by_rank.split([count for of_rank in counts for count in of_rank])
-    return [torch.cat(pieces[i::tables]) for i in range(tables)]
+    return torch.cat([piece for table in range(tables) for piece in pieces[table::tables]])

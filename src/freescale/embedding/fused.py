@@ -56,10 +56,22 @@ class FusedShard:
         self._updating, self.lr_lock = threading.Lock(), threading.Lock()
         """`lr_lock` protects the learning rates: an update uses the one that its kernel has at the lookup."""
 
+    @property
+    def first_rows(self) -> Mapping[str, int]:
+        """The number of the first local row of each table."""
+        return {
+            name: first for plain in self._in_torch if plain is not None for name, first in plain.first_rows.items()
+        }
+
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read rows from the weights: FBGEMM's own lookup would keep them for a backward pass."""
-        weights = {name: values for c in self._collections for name, values in c.weights.items()}
-        return {name: weights[name].index_select(0, rows) for name, rows in local.items()}
+        read: dict[str, Tensor] = {}
+        for c, plain in zip(self._collections, self._in_torch, strict=True):
+            if plain is None:
+                read |= {name: c.weights[name].index_select(0, local[name]) for name in c.names}
+            else:
+                read |= plain.look_up({name: local[name] for name in c.names})
+        return read
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Update rows by the backward pass of a lookup, which includes the optimizer."""

@@ -1,14 +1,19 @@
 """Unique ids of a batch, and the ids that two consecutive batches share. Pure.
 
 The owner of a row finds shared ids from the requests of both batches, and sends one bit per id. Work and memory depend
-on the ids, never on the table size; nothing here waits for a device.
+on the ids, never on the table size. On a device the ids of all tables are handled together, so that the host waits for
+their numbers once, however many tables there are.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
+
+from freescale.data.device_copy import numbers_to_device
 
 _DENSE = 4  # up to so many rows per id, a flag per row is cheaper than sorting
 
@@ -30,6 +35,51 @@ def deduplicate(ids: Tensor, *, rows: int) -> UniqueIds:
     place[ids] = 1
     unique = place.nonzero()[:, 0]
     return UniqueIds(unique, (place.cumsum(0) - 1)[ids])
+
+
+def deduplicate_tables(ids: Sequence[Tensor], *, rows: Sequence[int]) -> list[UniqueIds]:
+    """Return the unique ids of several tables with so many rows. On a device the host waits once."""
+    if ids[0].device.type == "cpu":
+        return [deduplicate(of_table, rows=count) for of_table, count in zip(ids, rows, strict=True)]
+    sizes, first = [len(of_table) for of_table in ids], [0, *accumulate(rows)][:-1]
+    ends, first_of_table, size_of_table = numbers_to_device([[0, *accumulate(sizes)], first, sizes], ids[0].device)
+    table_first = first_of_table.repeat_interleave(size_of_table, output_size=sum(sizes))
+    ordered, order = (torch.cat([*ids]) + table_first).sort()  # the tables stay in order
+    number = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))[: len(ordered)]
+    unique = torch.empty_like(ordered).scatter_(0, number, ordered - table_first)  # equal values at equal places
+    before = F.pad(number + 1, (1, 0))[ends]
+    table_before = before[:-1].repeat_interleave(size_of_table, output_size=sum(sizes))
+    inverse = torch.empty_like(order).scatter_(0, order, number - table_before)
+    counts = before.diff().tolist()  # the host waits
+    return [UniqueIds(*pair) for pair in zip(unique[: sum(counts)].split(counts), inverse.split(sizes), strict=True)]
+
+
+def spread(values: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor | int:
+    """Return the number of its block for each entry of blocks of these sizes; of a single block the number itself."""
+    if len(values) == 1:
+        return values[0]
+    number, size = numbers_to_device([values, sizes], device)
+    return number.repeat_interleave(size, output_size=sum(sizes))
+
+
+class Partition(NamedTuple):
+    """Values of several blocks, split by a mask. The order is kept."""
+
+    counts: list[int]
+    """Selected values of each block."""
+    selected: Tensor
+    others: Tensor
+
+
+def partition(values: Tensor, mask: Tensor, sizes: Sequence[int]) -> Partition:
+    """Split values by a mask. `sizes`: of the blocks of both. On a device the host waits once."""
+    before = F.pad(mask.cumsum(0), (1, 0))
+    (ends,) = numbers_to_device([[0, *accumulate(sizes)]], mask.device)
+    counts = before[ends].diff().tolist()  # the host waits
+    selected, before = sum(counts), before[:-1]
+    place = torch.where(mask, before, torch.arange(selected, selected + len(mask), device=mask.device) - before)
+    moved = torch.empty_like(values).scatter_(0, place, values)
+    return Partition(counts, moved[:selected], moved[selected:])
 
 
 _BITS = 8
@@ -75,10 +125,10 @@ def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _bit_positions(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return the bit positions of all mask entries."""
-    of_masks = torch.tensor([sizes, packed_sizes(sizes)], device=device)
-    ends = of_masks.cumsum(1)
-    shift = _BITS * (ends[1] - of_masks[1]) - (ends[0] - of_masks[0])
-    return torch.arange(sum(sizes), device=device) + shift.repeat_interleave(of_masks[0], output_size=sum(sizes))
+    first, first_byte = ([0, *accumulate(counts)][:-1] for counts in (sizes, packed_sizes(sizes)))
+    shifts = [_BITS * byte - bit for byte, bit in zip(first_byte, first, strict=True)]
+    shift, count = numbers_to_device([shifts, sizes], device)
+    return torch.arange(sum(sizes), device=device) + shift.repeat_interleave(count, output_size=sum(sizes))
 
 
 def _shifts(device: torch.device) -> Tensor:

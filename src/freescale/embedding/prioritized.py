@@ -35,8 +35,8 @@ class EmbeddingContext:
     exhausted: bool = False
     """Whether this rank has no batch: its loader has ended."""
     plan: AllToAllPlan | None = None
-    shared: dict[str, SharedIds] = field(default_factory=dict)
-    """Which requested local rows this batch and the previous one share."""
+    shared: SharedIds | None = None
+    """Which requested local rows this batch and the previous one share, in the order of the keys of their plans."""
     fetch_split: SplitPlan | None = None
     """How rows are fetched: those that the previous batch has too, and the others."""
     gradient_split: SplitPlan | None = None
@@ -102,17 +102,18 @@ class RowOperations:
 
     def split(self, context: EmbeddingContext, _: str) -> None:
         """Find the local rows that this batch and the previous one share. The first batch shares none."""
-        previous = {} if context.previous is None else require(context.previous.plan).local_rows
-        local_rows = require(context.plan).local_rows
-        context.shared = {name: split(previous.get(name, rows[:0]), rows) for name, rows in local_rows.items()}
+        keys = require(context.plan).keys
+        previous = keys[:0] if context.previous is None else require(context.previous.plan).keys
+        context.shared = split(previous, keys)
 
     def send_split(self, context: EmbeddingContext, lane: str) -> None:
         """Send the ranks which of their requested rows, of both batches, are shared."""
         plan, previous = require(context.plan), context.previous
         previous_plan = plan.empty() if previous is None else require(previous.plan)
         gradient_split, context.fetch_split = self._tables.exchanges[lane].send_split(
-            previous_plan, plan, _take(context.shared)
+            previous_plan, plan, require(context.shared)
         )
+        context.shared = None
         if previous is not None:
             previous.gradient_split = gradient_split
         context.previous = None
@@ -126,7 +127,7 @@ class RowOperations:
         """Send them, overlapped with compute."""
         plan = require(context.fetch_split).exclusive
         got = self._tables.exchanges[lane].send_rows(plan, _take(context.looked_up_rows)).wait()
-        _scatter_rows(require(context.rows), got, plan.index)
+        _scatter_rows(require(context.rows), got, plan.index_by_table)
 
     def look_up_collision(self, context: EmbeddingContext, _: str) -> None:
         """Read the rows that the previous batch has just updated."""
@@ -136,7 +137,7 @@ class RowOperations:
         """Start to send them; the next step waits for them."""
         plan = require(context.fetch_split).shared
         coming = self._tables.exchanges[lane].send_rows(plan, _take(context.collision_rows))
-        return lambda: _scatter_rows(require(context.rows), coming.wait(), plan.index)
+        return lambda: _scatter_rows(require(context.rows), coming.wait(), plan.index_by_table)
 
     def send_urgent_gradients(self, context: EmbeddingContext, lane: str) -> Callable[[], None] | None:
         """Start to send the gradients of rows that the next batch reads."""
@@ -183,7 +184,7 @@ def embedding_memory(contexts: Iterable[EmbeddingContext]) -> EmbeddingMemory:
     ids = rows = gradients = 0
     for one in contexts:
         ids += _bytes({name: unique_ids.unique for name, unique_ids in one.unique_ids.items()})
-        ids += 0 if one.plan is None else _bytes(one.plan.local_rows)
+        ids += 0 if one.plan is None else one.plan.rows.nbytes + one.plan.keys.nbytes
         came = one.rows or {}  # read once: another thread may be done with them meanwhile
         rows += _bytes(came) + _bytes(one.looked_up_rows) + _bytes(one.collision_rows)
         grown = {name: values.grad for name, values in came.items() if values.grad is not None}

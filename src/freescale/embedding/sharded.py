@@ -6,7 +6,8 @@ shard in `fused`.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,19 +16,25 @@ from freescale import deterministic
 from freescale.config import RunConfig, TablesConfig
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
-from freescale.embedding.tables import Table
+from freescale.embedding.tables import Table, by_dim
 from freescale.log import warning_once
 from freescale.transport.base import Transport
 from freescale.transport.world import World
 
 _BLOCK_ROWS = 1 << 16
+_SUM = ".sum"
+"""Ends the name of the optimizer state of a table."""
 
 
 class Shard(Protocol):
     """The local rows of all tables. Threads may use it concurrently, on different rows."""
 
+    @property
+    def first_rows(self) -> Mapping[str, int]:
+        """The number of the first local row of each table; 0 by default."""
+
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read rows by local index."""
+        """Read rows by number."""
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
         """Sum the gradients of each row and update it once. `lr`: by table."""
@@ -41,14 +48,32 @@ class PlainShard:
 
     def __init__(self, state: Mapping[str, Tensor], config: TablesConfig) -> None:
         self._state, self._config = dict(state), config
+        on_cpu = all(values.device.type == "cpu" for values in state.values())
+        self._joint = [] if on_cpu else JointRows.of(state)
+        """On a device: tables that are neighbours in memory, whose rows one kernel reads or writes."""
+
+    @property
+    def first_rows(self) -> Mapping[str, int]:
+        """The number of the first local row of each table."""
+        return {name: first for joint in self._joint for name, first in joint.first.items()}
 
     def look_up(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read rows."""
-        return {name: self._state[name].index_select(0, rows) for name, rows in local.items()}
+        if not self._joint:
+            return {name: self._state[name].index_select(0, rows) for name, rows in local.items()}
+        read: dict[str, Tensor] = {}
+        for joint in self._joint:
+            parts = [local[name] for name in joint.first]
+            rows = joint.weights.index_select(0, join(parts))
+            read |= zip(joint.first, rows.split([len(part) for part in parts]), strict=True)
+        return {name: read[name] for name in local}
 
     def update(self, local: dict[str, Tensor], gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """Update each row once, from the sum of its gradients."""
-        for name, gradient in gradients.items():
+        """Update each row once, from the sum of its gradients. The host does not wait for a device."""
+        for joint in self._joint:
+            rows, values = (join([of[name] for name in joint.first]) for of in (local, gradients))
+            self._update_on_device(joint, rows, values, lr[next(iter(joint.first))])
+        for name, gradient in gradients.items() if not self._joint else ():
             weight = self._state[name]
             rows, index = deduplicate(local[name], rows=len(weight))
             total = deterministic.index_add_(weight.new_zeros(len(rows), weight.shape[1]), index, gradient)
@@ -58,26 +83,92 @@ class PlainShard:
         """Return the factor of a summed gradient, after adding its square to the optimizer state."""
         if self._config.optimizer == "sgd":
             return lr
-        square = total.square()
-        if self._config.optimizer == "rowwise_adagrad":
-            square = square.mean(1, keepdim=True)
+        square = self._square(total)
         sums = self._state[f"{name}.sum"].view(-1, square.shape[1])
         sums.index_add_(0, rows, square)
         return lr / sums.index_select(0, rows).sqrt_().add_(self._config.eps)
+
+    def _update_on_device(self, joint: "JointRows", rows: Tensor, gradient: Tensor, lr: float) -> None:
+        """Update rows without knowing how many are distinct: the entries of a row all write the same values.
+
+        The arithmetic and its order are those of the CPU.
+        """
+        rows, total = deterministic.sum_by_key(rows, gradient)
+        rate: Tensor | float = lr
+        if joint.sums is not None:
+            sums = self._square(total).add_(joint.sums.index_select(0, rows))
+            joint.sums[rows] = sums
+            rate = lr / sums.sqrt_().add_(self._config.eps)
+        joint.weights[rows] = joint.weights.index_select(0, rows).sub_(total.mul_(rate))
+
+    def _square(self, total: Tensor) -> Tensor:
+        square = total.square()
+        if self._config.optimizer == "rowwise_adagrad":
+            square = square.mean(1, keepdim=True)
+        return square
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and sums of squares."""
         return dict(self._state)
 
 
+class JointRows(NamedTuple):
+    """The rows of tables that follow each other in memory, as those of one table. They have one learning rate."""
+
+    first: dict[str, int]
+    """The number of the first row of each table."""
+    weights: Tensor
+    sums: Tensor | None
+
+    @staticmethod
+    def of(state: Mapping[str, Tensor]) -> "list[JointRows]":
+        """Join the tables of a shard as far as they are neighbours in memory."""
+        groups: list[list[str]] = []
+        for name in [name for name in state if not name.endswith(_SUM)]:
+            last = groups[-1][-1] if groups else name
+            is_next = all(_follows(state[last + end], state[name + end]) for end in ("", _SUM) if name + end in state)
+            if groups and is_next:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        return [_joint_rows([(name, state[name], state.get(name + _SUM)) for name in group]) for group in groups]
+
+
+def _follows(before: Tensor, after: Tensor) -> bool:
+    """Return whether rows of one width follow others in memory."""
+    one_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    return one_storage and before.shape[1:] == after.shape[1:] and _end(before) == after.storage_offset()
+
+
+def _end(rows: Tensor) -> int:
+    return int(rows.storage_offset()) + rows.numel()
+
+
+def _joint_rows(tables: Sequence[tuple[str, Tensor, Tensor | None]]) -> JointRows:
+    first = dict(zip([name for name, *_ in tables], [0, *accumulate(len(w) for _, w, _ in tables)], strict=False))
+    count, weights, sums = sum(len(w) for _, w, _ in tables), tables[0][1], tables[0][2]
+    joint = weights.as_strided((count, weights.shape[1]), (weights.shape[1], 1), weights.storage_offset())
+    if sums is None:
+        return JointRows(first, joint, None)
+    width = sums.shape[1] if sums.dim() > 1 else 1
+    return JointRows(first, joint, sums.as_strided((count, width), (width, 1), sums.storage_offset()))
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
 def plain_shard(tables: Sequence[Table], config: TablesConfig, world: World, dtype: torch.dtype) -> PlainShard:
-    """Allocate the local rows of tables."""
+    """Allocate the local rows of tables, those of one width together."""
     allocate = partial(torch.zeros, dtype=dtype, device=world.device)
-    owned = {table.name: len(table.owned(world.rank, world.world_size)) for table in tables}
-    state = {table.name: allocate(owned[table.name], table.dim) for table in tables}
-    if config.optimizer != "sgd":
-        width = {table.name: table.dim if config.optimizer == "adagrad" else 1 for table in tables}
-        state |= {f"{name}.sum": allocate(rows, width[name]) for name, rows in owned.items()}
+    state: dict[str, Tensor] = {}
+    for group in by_dim(tables):
+        names, owned = [t.name for t in group], [len(t.owned(world.rank, world.world_size)) for t in group]
+        state |= zip(names, allocate(sum(owned), group[0].dim).split(owned), strict=True)
+        if config.optimizer != "sgd":
+            sums = allocate(sum(owned), group[0].dim if config.optimizer == "adagrad" else 1).split(owned)
+            state |= zip([name + _SUM for name in names], sums, strict=True)
     return PlainShard(state, config)
 
 
@@ -86,13 +177,13 @@ class ShardedTables:
 
     def __init__(self, tables: Sequence[Table], shard: Shard, transport: Transport) -> None:
         self.tables, self.shard = list(tables), shard
-        self.exchanges = {"urgent": EmbeddingExchange(tables, transport)}
+        self.exchanges = {"urgent": EmbeddingExchange(tables, transport, first_rows=shard.first_rows)}
         state = shard.state()
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
     def add_lane(self, name: str, transport: Transport) -> None:
         """Add an exchange beside the urgent one."""
-        self.exchanges[name] = EmbeddingExchange(self.tables, transport)
+        self.exchanges[name] = EmbeddingExchange(self.tables, transport, first_rows=self.shard.first_rows)
 
     def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
         """Read the local rows that ranks requested."""

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from freescale.data.device_copy import numbers_to_device, to_device
 from freescale.data.order import derive_key, splitmix64
 from freescale.embedding.row_order import Owners, RowOrder, bit_reversal
 
@@ -36,10 +38,9 @@ class Table(NamedTuple):
         block, positions = self.block(world_size), self.order.positions
         return range(min(rank * block, positions), min((rank + 1) * block, positions))
 
-    def cuts(self, unique: Tensor, world_size: int) -> list[int]:
-        """Return where ascending positions change their owner: [cuts[r], cuts[r + 1]) belong to rank r."""
-        owners = torch.arange(1, world_size, device=unique.device) * self.block(world_size)
-        return [0, *torch.searchsorted(unique, owners).tolist(), len(unique)]
+    def first_positions(self, world_size: int) -> list[int]:
+        """Return the first position of each rank, and the number of all positions."""
+        return [self.owned(rank, world_size).start for rank in range(world_size)] + [self.order.positions]
 
     def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:
         """Initialize rows at positions [first, first + len(local)) with a hash of (seed, table, row)."""
@@ -65,6 +66,55 @@ class RowPositions:
         if self._reversal.device != rows.device:
             self._reversal = self._reversal.to(rows.device)
         return self.order.position(rows, self._reversal)
+
+
+class RowKeys:
+    """Numbers the rows of several tables: by table, then by position. The rows of an owner in a table are a range."""
+
+    def __init__(self, tables: Sequence[Table], world_size: int) -> None:
+        orders = [table.order for table in tables]
+        firsts = [0, *accumulate(order.positions for order in orders)][:-1]
+        self._owned = [
+            [first + p for p in t.first_positions(world_size)] for t, first in zip(tables, firsts, strict=True)
+        ]
+        self.is_ascending = all(order.shards == 1 for order in orders)
+        """Whether keys ascend with the ids of a table."""
+        reversals = [torch.from_numpy(bit_reversal(order.shards)) for order in orders]
+        begins = [0, *accumulate(map(len, reversals))][:-1]
+        self._parameters = [
+            (order.shards - 1, begin, order.positions // order.shards, order.shards.bit_length() - 1, first)
+            for order, begin, first in zip(orders, begins, firsts, strict=True)
+        ]
+        parameters, owned = torch.tensor(self._parameters).T.contiguous(), torch.tensor(self._owned).flatten()
+        self._constants = parameters, torch.cat(reversals), owned
+
+    def sort(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys of the ascending ids of each table, ascending, and the place of each among those ids."""
+        device, sizes = ids[0].device, [len(of_table) for of_table in ids]
+        if self._constants[0].device != device:
+            self._constants = to_device(self._constants, device)
+        parameters, reversal, _ = self._constants
+        if len(ids) == 1:
+            rows, begin = ids[0], 0
+            mask, begin_of_reversal, per_shard, shift, first = self._parameters[0]
+        else:
+            numbers, counts, begins = numbers_to_device([range(len(ids)), sizes, [0, *accumulate(sizes)][:-1]], device)
+            rows, table = torch.cat([*ids]), numbers.repeat_interleave(counts, output_size=sum(sizes))
+            mask, begin_of_reversal, per_shard, shift, first = parameters.index_select(1, table).unbind()
+            begin = begins.index_select(0, table)
+        if self.is_ascending:
+            return rows + first, torch.arange(len(rows), device=device) - begin
+        shard = reversal[((rows ^ (rows >> 1)) & mask) + begin_of_reversal]
+        keys, order = (shard * per_shard + (rows >> shift) + first).sort()
+        return keys, order - begin  # the tables stay in order, so that the places of a table do, too
+
+    def count(self, keys: Tensor) -> Tensor:
+        """Return how many ascending keys each rank owns: [tables, ranks]."""
+        return torch.searchsorted(keys, self._constants[2]).view(len(self._owned), -1).diff()
+
+    def first_keys(self, rank: int) -> list[int]:
+        """Return the key of the first row of a rank in each table."""
+        return [of_table[rank] for of_table in self._owned]
 
 
 def by_dim(tables: Sequence[Table]) -> list[list[Table]]:

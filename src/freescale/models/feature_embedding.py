@@ -63,6 +63,8 @@ class FeatureEmbedding(nn.Module):
         self.tables = {name: size for name, size in table_sizes(features).items() if name != "item"}
         """Rows and width of every table besides that of the items."""
         self.weights = nn.ParameterDict()
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        """Statistics on the host: those that were copied, their version, and the copy."""
         for name, feature in features.items():
             width, scale = _projected_width(feature, dim), deviation if not feature.table else feature.dim**-0.5
             if width:
@@ -81,7 +83,7 @@ class FeatureEmbedding(nn.Module):
             self._statistics(name).copy_(torch.as_tensor(list(values)))
 
     def prepare(self, batch: Batch, part: Part, ids: TableIds) -> dict[str, FeatureValues]:
-        """Lay out the features of a group of a batch: table ids go to `ids`."""
+        """Lay out the features of a group of a batch on the host: table ids go to `ids`."""
         group: Events | None = batch.candidates if part == "candidates" else batch.history
         columns = batch.scalars if part == "sample" or group is None else group.features
         values = {}
@@ -154,7 +156,7 @@ class FeatureEmbedding(nn.Module):
         if feature.config.kind == "timestamp":
             hour = column.div(_SECONDS_PER_HOUR, rounding_mode="floor").remainder(HOURS)
             return torch.where(column == MISSING, HOURS, hour)
-        edges = self._statistics(feature.name)
+        edges = self._statistics_on_host(feature.name)
         bucket = torch.bucketize(column.to(edges.dtype), edges, right=True)
         return torch.where(column.isnan(), feature.config.buckets, bucket)
 
@@ -164,12 +166,21 @@ class FeatureEmbedding(nn.Module):
             bits = torch.arange(feature.config.bits, device=column.device)
             mask = torch.where(column == MISSING, 0, column)
             return (mask[:, None] >> bits & 1).to(torch.get_default_dtype())
-        mean, deviation = self._statistics(feature.name).unbind()
+        mean, deviation = self._statistics_on_host(feature.name).unbind()
         scaled = (column.to(mean.dtype) - mean) / deviation
         return scaled.nan_to_num(0.0)[:, None]
 
     def _statistics(self, name: str) -> Tensor:
         return self.get_buffer(f"statistics_{name}")
+
+    def _statistics_on_host(self, name: str) -> Tensor:
+        """Return a copy for columns of the host, made anew when the statistics have changed."""
+        buffer = self._statistics(name)
+        kept, version, copy = self._copies.get(name, (None, 0, buffer))
+        if kept is not buffer or version != buffer._version:
+            copy = buffer.cpu()
+            self._copies[name] = buffer, buffer._version, copy
+        return copy
 
 
 def _projected_width(feature: Feature, dim: int) -> int:

@@ -1,5 +1,7 @@
 """Heads and losses of several tasks: binary labels and numbers, with an optional mixture of experts (MMoE)."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
@@ -42,8 +44,14 @@ def multi_task_loss(outputs: Tensor, labels: Tensor, task: TaskConfig) -> Tensor
     labels = labels.to(outputs.dtype).where(known, 0)
     loss = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
     if task.regression:
-        is_number = torch.tensor([label in task.regression for label in task.labels], device=outputs.device)
+        is_number = _constant(tuple(label in task.regression for label in task.labels), torch.bool, outputs.device)
         loss = torch.where(is_number, 0.5 * (outputs - labels).square(), loss)
     if task.weights:
-        loss = loss * loss.new_tensor(task.weights)
+        loss = loss * _constant(task.weights, loss.dtype, loss.device)
     return (loss * known).sum()
+
+
+@lru_cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that is copied to its device once: with each copy the host would wait."""
+    return torch.tensor(values, dtype=dtype, device=device)

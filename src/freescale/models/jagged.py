@@ -80,7 +80,12 @@ class JaggedLayout:
     """History tokens that each candidate sees: [candidates of the batch], from 0 to the history length, ascending in
     each sample. None: every candidate sees the whole history."""
 
-    @property
+    def computed(self) -> "JaggedLayout":
+        """Compute all that follows from the offsets now: on the host nothing waits for it, and a copy contains it."""
+        _ = self.tokens, self.spans, self.limits, self.key_position
+        return self
+
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens of the batch."""
         return int(self.offsets[-1])
@@ -103,7 +108,7 @@ class JaggedLayout:
     @cached_property
     def position(self) -> Tensor:
         """Position of each token in its sample."""
-        first = self.offsets[:-1].repeat_interleave(self.lengths)
+        first = self.offsets[:-1].repeat_interleave(self.lengths, output_size=self.tokens)
         return torch.arange(self.tokens, device=self.offsets.device) - first
 
     @cached_property
@@ -112,13 +117,13 @@ class JaggedLayout:
 
         It is also the position of a token in biases and embeddings: that of a candidate is its anchor.
         """
-        history = self.history.repeat_interleave(self.lengths)
+        history = self.history.repeat_interleave(self.lengths, output_size=self.tokens)
         if self.anchors is None:
             return torch.minimum(self.position, history)
         assert self.candidates is not None
         return self.position.masked_scatter(self.position >= history, self.anchors)
 
-    @property
+    @cached_property
     def key_position(self) -> Tensor:
         """Position of each token for keyed randomness.
 
@@ -127,7 +132,8 @@ class JaggedLayout:
         if self.anchors is None:
             return self.position
         token = torch.arange(self.tokens, device=self.offsets.device)
-        is_first = (self.position == 0) | (self.position == self.history.repeat_interleave(self.lengths))
+        history = self.history.repeat_interleave(self.lengths, output_size=self.tokens)
+        is_first = (self.position == 0) | (self.position == history)
         is_first |= self.limits != self.limits.roll(1)
         return self.limits + token - torch.where(is_first, token, 0).cummax(0).values
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from freescale.config import RunConfig
 from freescale.data.batch import Batch
+from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
 from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
@@ -35,6 +36,8 @@ class RankingInputs:
     ids: dict[str, Tensor]
     """`item`: of events and candidates, in the order of the tokens."""
     map: TokenMap
+    items: Tensor | None
+    """The tokens of events and candidates, ascending. None: all."""
     keys: Keys
     features: PreparedFeatures
     labels: Tensor
@@ -63,15 +66,18 @@ class Ranking(nn.Module):
         self.head = build_heads(config.task, dim)
 
     def prepare(self, batch: Batch) -> RankingInputs:
-        """Append the candidates of each sample to its history."""
+        """Append the candidates of each sample to its history: on the host."""
+        return to_device(self._lay_out(batch.on_host), batch.device)
+
+    def _lay_out(self, batch: Batch) -> RankingInputs:
         assert batch.candidates is not None  # `build` refuses data without candidates
         history, candidates = batch.history, batch.candidates
         tokens = TokenMap.from_batch(batch, prefix=self._prefix, candidates=True)
         count, table_ids = len(history["item_id"]) + len(candidates["candidate_id"]), TableIds()
         both = (tokens.events, history["item_id"]), (tokens.candidates, candidates["candidate_id"])
         size = count + len(tokens.prefix)
-        items = tokens.place(*both, tokens=size)
-        table_ids.add("item", items if not self._prefix else items[_without(tokens.prefix, size)])
+        item_ids, items = tokens.place(*both, tokens=size), _without(tokens.prefix, size) if self._prefix else None
+        table_ids.add("item", item_ids if items is None else item_ids[items])
         event = tokens.place(
             (tokens.events, history["timestamp"]), (tokens.candidates, _candidate_times(batch)), tokens=size
         )
@@ -84,6 +90,7 @@ class Ranking(nn.Module):
         return RankingInputs(
             ids=table_ids.joined(self.tables, history["item_id"]),
             map=tokens.with_times(event, event),
+            items=items,
             keys=Keys.from_layout(tokens.layout, batch.sample_id, seed=self._seed, step=batch.step_key),
             features=features,
             labels=labels,
@@ -119,10 +126,9 @@ class Ranking(nn.Module):
         tokens, table = inputs.map, rows["item"]
         size = len(tokens.events) + len(tokens.candidates)
         items = F.embedding(table.index[:size], table.values)
-        if not self._prefix:
+        if inputs.items is None:
             return items
-        total = size + len(tokens.prefix)
-        return items.new_zeros(total, items.shape[1]).index_copy(0, _without(tokens.prefix, total), items)
+        return items.new_zeros(size + len(tokens.prefix), items.shape[1]).index_copy(0, inputs.items, items)
 
 
 def _without(prefix: Tensor, total: int) -> Tensor:

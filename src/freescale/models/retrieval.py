@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from freescale import deterministic
 from freescale.config import RunConfig
-from freescale.data.batch import Batch, Events
+from freescale.data.batch import Batch
+from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
 from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
@@ -35,8 +36,10 @@ class RetrievalInputs:
     """Of the samples, which become prefix tokens, and of the events."""
     keys: Keys | None
     """Enable dropout."""
-    events: Events
-    """The histories."""
+    queries: Tensor
+    """Events that have a next event."""
+    nonempty: Tensor
+    """Samples with events."""
 
     @property
     def layout(self) -> JaggedLayout:
@@ -46,7 +49,7 @@ class RetrievalInputs:
     @property
     def count(self) -> int:
         """Number of events that have a next event."""
-        return int((self.events.lengths - 1).clamp(min=0).sum())
+        return len(self.queries)
 
 
 class Retrieval(nn.Module):
@@ -63,16 +66,22 @@ class Retrieval(nn.Module):
         self.encoder = build_encoder(config.model, max_seq_len=self._prefix + tokens)
 
     def prepare(self, batch: Batch) -> RetrievalInputs:
-        """Lay out a batch for training."""
-        inputs = self.prepare_query(batch)
-        keys = Keys.from_layout(inputs.layout, batch.sample_id, seed=self._seed, step=batch.step_key)
-        of_events = Keys(keys.token[inputs.map.events])
+        """Lay out a batch for training: on the host, except for the negatives."""
+        inputs = self._lay_out(batch.on_host)
+        sample_id = batch.on_host.sample_id
+        keys = Keys.from_layout(inputs.layout, sample_id, seed=self._seed, step=batch.step_key)
+        inputs = to_device(replace(inputs, keys=keys), batch.device)
+        assert inputs.keys is not None
+        of_events = Keys(inputs.keys.token[inputs.map.events])
         negatives = of_events.randint(self._task.negatives, self._items, salt=_NEGATIVES_SALT)
         ids = {**inputs.ids, "item": torch.cat([inputs.ids["item"], negatives.flatten()])}
-        return replace(inputs, ids=ids, keys=keys)
+        return replace(inputs, ids=ids)
 
     def prepare_query(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for predicting the item after the last event of each sample."""
+        return to_device(self._lay_out(batch.on_host), batch.device)
+
+    def _lay_out(self, batch: Batch) -> RetrievalInputs:
         tokens, ids = TokenMap.from_batch(batch, prefix=self._prefix, interleave=self._task.interleave), TableIds()
         ids.add("item", batch.history["item_id"])
         features = self.features.prepare(batch, "sample", ids), self.features.prepare(batch, "history", ids)
@@ -82,14 +91,14 @@ class Retrieval(nn.Module):
             own, both = (tokens.events, event), (event, query)
             event, query = (tokens.place(own, (tokens.actions, times), tokens=size) for times in both)
         tokens = tokens.with_times(event, query)
-        return RetrievalInputs(ids.joined(self.tables, batch.history["item_id"]), tokens, features, None, batch.history)
+        table_ids, lengths = ids.joined(self.tables, batch.history["item_id"]), batch.history.lengths
+        queries = _ranges(batch.history.offsets[:-1], (lengths - 1).clamp(min=0))
+        return RetrievalInputs(table_ids, tokens, features, None, queries, lengths.nonzero()[:, 0])
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the sum of the losses of all events that have a next event."""
-        items, events, count = rows["item"], inputs.events, len(inputs.map.events)
+        items, queries, count = rows["item"], inputs.queries, len(inputs.map.events)
         output = self.encoder(self._embed(inputs, rows), inputs.layout, inputs.keys)
-        following = events.offsets[1:].repeat_interleave(events.lengths, output_size=count)
-        queries = (torch.arange(1, count + 1, device=following.device) < following).nonzero()[:, 0]
         positive = items.index[queries + 1]
         negatives = items.index[len(items.index) - count * self._task.negatives :].view(count, self._task.negatives)[
             queries
@@ -115,8 +124,7 @@ class Retrieval(nn.Module):
     def encode_query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the query vector of each sample, to compare with `encode_items`; 0 without events."""
         output = self.encoder(self._embed(inputs, rows), inputs.layout, None)
-        last = inputs.layout.offsets[1:] - 1
-        nonempty = inputs.events.lengths > 0
+        last, nonempty = inputs.layout.offsets[1:] - 1, inputs.nonempty
         vectors = output.new_zeros(len(last), output.shape[1])
         vectors[nonempty] = F.normalize(output[last[nonempty]], dim=-1)
         return vectors
@@ -124,6 +132,14 @@ class Retrieval(nn.Module):
     def encode_items(self, rows: Tensor) -> Tensor:
         """Return the vectors of table rows, to compare with `encode_query`."""
         return F.normalize(rows, dim=-1)
+
+
+def _ranges(begin: Tensor, lengths: Tensor) -> Tensor:
+    """Return the numbers begin[i] to begin[i] + lengths[i], for every i."""
+    total = lengths.cumsum(0)
+    count = int(total[-1]) if len(total) else 0
+    shift = (begin - (total - lengths)).repeat_interleave(lengths, output_size=count)
+    return torch.arange(count, device=begin.device) + shift
 
 
 def _query_times(batch: Batch) -> Tensor:

@@ -28,7 +28,10 @@ class TokenMap:
 
     @staticmethod
     def from_batch(batch: Batch, *, prefix: int = 0, interleave: bool = False, candidates: bool = False) -> "TokenMap":
-        """Lay out a batch without times. `prefix`: tokens before the history."""
+        """Lay out a batch without times. `prefix`: tokens before the history.
+
+        A batch on the host is laid out there, so that no size has to be read from a device.
+        """
         per_event, history = 1 + interleave, batch.history
         tokens = prefix + per_event * history.lengths
         offered = batch.candidates if candidates else None
@@ -43,11 +46,12 @@ class TokenMap:
             anchors = prefix + per_event * offered[ANCHOR] if ANCHOR in offered.features else None
         places = torch.arange(prefix, device=first.device)
         layout = JaggedLayout(offsets, counts, anchors=anchors)
-        return TokenMap(layout, (first[:, None] + places).flatten(), events, events + interleave, targets)
+        actions = events + 1 if interleave else events
+        return TokenMap(layout, (first[:, None] + places).flatten(), events, actions, targets)
 
     def with_times(self, event: Tensor, query: Tensor) -> "TokenMap":
-        """Return the map with the times of all tokens."""
-        return replace(self, layout=replace(self.layout, times=EventTimes(event, query)))
+        """Return the map with the times of all tokens, and with all that follows from its offsets."""
+        return replace(self, layout=replace(self.layout, times=EventTimes(event, query)).computed())
 
     def place(self, *parts: tuple[Tensor, Tensor], tokens: int) -> Tensor:
         """Return a tensor of all tokens, 0 where no part has a value. A part: the tokens and their values."""

@@ -119,9 +119,31 @@ def gather_samples(samples: Sequence[int], transport: C10d) -> list[int]:
     return sorted(set(gathered[gathered >= 0].tolist()))
 
 
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all values are finite, by one sum per tensor: NaN and Inf survive a sum."""
+def are_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
+    """Return whether all values are finite: NaN and Inf survive a sum. On a GPU the host does not wait for the answer.
+
+    There it is the largest magnitude that is tested, which one launch finds for many tensors.
+    """
+    if tensors and tensors[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(tensors, math.inf).isfinite()
     return all(bool(tensor.sum().isfinite()) for tensor in tensors)
+
+
+def withhold_nonfinite(gradients: Iterable[Tensor], finite: bool | Tensor) -> None:
+    """Set gradients to 0 unless all values of their rank are finite."""
+    for gradient in gradients:
+        if isinstance(finite, Tensor):
+            gradient.masked_fill_(~finite, 0.0)
+        elif not finite:
+            gradient.zero_()
+
+
+def read_norm(norm: Tensor, finite: bool | Tensor) -> tuple[float, bool]:
+    """Return the gradient norm and whether all values are finite. On a GPU the host waits once for both."""
+    if isinstance(finite, bool):
+        return float(norm), finite
+    value, is_finite = torch.stack([norm, finite.to(norm.dtype)]).tolist()
+    return value, bool(is_finite)
 
 
 def nonfinite_samples(

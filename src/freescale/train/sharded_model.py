@@ -14,7 +14,7 @@ from freescale.bubbles.recorder import Recorder, record_comm_hook
 from freescale.config import RunConfig
 from freescale.data.feature_schema import Feature, measure_numbers
 from freescale.data.loader import Loader
-from freescale.embedding.ids import UniqueIds, deduplicate
+from freescale.embedding.ids import UniqueIds, deduplicate_tables
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
 from freescale.embedding.tables import ReplicatedTables, Table
 from freescale.models.protocol import Model, Rows
@@ -44,9 +44,12 @@ class SequenceModule(nn.Module):
     def unique_ids(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, UniqueIds]]:
         """Return for each part of a batch the distinct ids of the whole batch, and its own positions among them."""
         result: list[dict[str, UniqueIds]] = [{} for _ in ids]
-        for name, (rows, _) in self.model.tables.items():
+        tables = self.model.tables
+        flat = [[part[name].flatten() for part in ids] for name in tables]
+        of_tables = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
+        found = deduplicate_tables(of_tables, rows=[rows for rows, _ in tables.values()])
+        for name, (unique, index) in zip(tables, found, strict=True):
             table_ids = [part[name] for part in ids]
-            unique, index = deduplicate(torch.cat([part.flatten() for part in table_ids]), rows=rows)
             positions = index.split([part.numel() for part in table_ids])
             for part, position, shaped in zip(result, positions, table_ids, strict=True):
                 part[name] = UniqueIds(unique, position.view(shaped.shape))
@@ -150,6 +153,7 @@ def data_parallel(module: SequenceModule, world: World, recorder: Recorder | Non
         process_group=world.group,
         find_unused_parameters=True,
         forward_sync_buffers=False,  # the statistics of features do not change
+        gradient_as_bucket_view=True,  # else every gradient is copied to its bucket and back
         bucket_cap_mb=bucket_bytes(dense) / (1 << 20),  # type: ignore[arg-type]  # DDP accepts fractions
     )
     hook = _sum_gradients if recorder is None else record_comm_hook(_sum_gradients, recorder)

@@ -20,12 +20,13 @@ from freescale.balance.cost import Cost
 from freescale.bubbles.recorder import Recorder
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
+from freescale.data.device_copy import numbers_to_device
 from freescale.embedding.ids import UniqueIds
 from freescale.embedding.prioritized import EmbeddingContext, RowOperations, require
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Completion
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.train.nonfinite import GradNormMonitor, are_finite, nonfinite_samples
+from freescale.train.nonfinite import GradNormMonitor, are_finite, nonfinite_samples, read_norm, withhold_nonfinite
 from freescale.train.schedule_runner import Perform, S, ScheduleRunner
 from freescale.train.sharded_model import SequenceModule, backward
 from freescale.transport.base import Transport
@@ -115,8 +116,8 @@ class StepState:
     """This rank's share of the mean loss, by micro-batch."""
     grad_norm: Tensor | None = None
     """Norm of the dense gradient, the same on all ranks."""
-    finite: bool = True
-    """Whether this rank's losses and row gradients are finite."""
+    finite: bool | Tensor = True
+    """Whether this rank's losses and row gradients are finite. On a GPU the host reads it with the gradient norm."""
     fault: str = ""
     """Why the dense gradient cannot be used, the same on all ranks. A step with a fault updates nothing."""
     partially_applied: bool = False
@@ -204,9 +205,11 @@ class Step:
     def agree(self, state: StepState, operation: Operation) -> None:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
         values = [state.loss_terms, int(state.stop), int(self.partially_applied)]
-        transport = self._transports.for_lane(operation.lane)
-        summed = transport.all_reduce(torch.tensor(values, device=self._world.device), name="count").wait_on_host()
-        count, stop, partially_applied = summed.tolist()
+        transport, (counts,) = (
+            self._transports.for_lane(operation.lane),
+            numbers_to_device([values], self._world.device),
+        )
+        count, stop, partially_applied = transport.all_reduce(counts, name="count").wait_on_host().tolist()
         state.loss_terms, state.stop, state.partially_applied = count, stop > 0, partially_applied > 0
 
     def forward(self, state: StepState, operation: Operation) -> None:
@@ -261,7 +264,7 @@ class Step:
         self._runner.executor.close()
 
     def _after_local_backward(self, state: StepState) -> contextlib.AbstractContextManager[None]:
-        """Check the row gradients and send the urgent ones. On a GPU the host waits here.
+        """Check the row gradients and send the urgent ones. On a GPU the host does not wait.
 
         The result surrounds the wait of DDP that follows: it records what the buckets of dense gradients do not record
         themselves, which is DDP's exchange of used parameters.
@@ -269,9 +272,7 @@ class Step:
         rows = state.embedding.rows or {}
         gradients = [values.grad for values in rows.values() if values.grad is not None]
         state.finite = are_finite([*gradients, *(loss.detach() for loss in state.losses)])
-        if not state.finite:
-            for gradient in gradients:  # else NaN would spread to every sample that uses these rows
-                gradient.zero_()
+        withhold_nonfinite(gradients, state.finite)  # else NaN would spread to every sample that uses these rows
         self._runner.executor.issue_early("send_urgent_gradients")
         return self._recorder.record_wait("other traffic")
 
@@ -280,7 +281,8 @@ class Step:
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
         state.grad_norm = torch.nn.utils.get_total_norm(gradients)
         self._world.transport.synchronize("dense gradients")
-        state.fault = self.grad_norm_monitor.fault(float(state.grad_norm))
+        norm, state.finite = read_norm(state.grad_norm, state.finite)
+        state.fault = self.grad_norm_monitor.fault(norm)
         state.embedding.skip_update = bool(state.fault)
         if state.fault or not state.finite:
             rows, device = state.embedding.rows, self._world.device

@@ -139,8 +139,14 @@ class Transport(Protocol):
     def add_tracer(self, tracer: TracerFactory | None) -> None:
         """Trace every transfer from now on; it replaces an earlier tracer."""
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str) -> Work[Tensor]:
-        """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, most: int | None = None
+    ) -> Work[Tensor]:
+        """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise.
+
+        `most`: no rank sends more rows to another one, the same number on all ranks. A transport that cuts transfers
+        into chunks then knows their number without asking the other ranks, for which the host would have to wait.
+        """
 
     def all_gather(self, values: Tensor, *, name: str) -> Work[Tensor]:
         """Gather equally shaped values of all ranks into [ranks, ...]."""

@@ -35,7 +35,14 @@ class C10d:
         self._tracer_factory = tracer
 
     def all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, out: Tensor | None = None
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        *,
+        name: str,
+        most: int | None = None,  # noqa: ARG002  a transfer is not cut
+        out: Tensor | None = None,
     ) -> PendingWork[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         rows = rows.contiguous()

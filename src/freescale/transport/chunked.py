@@ -47,23 +47,43 @@ class ChunkedTransport(Transport):
         self._transport.add_tracer(tracer)
 
     def all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, most: int | None = None
     ) -> CompletedWork[Tensor]:
         """Exchange rows, chunk after chunk."""
+        if (
+            most is not None
+            and rows.device == self._staging.copier.buffer_device
+            and self._most_chunks(rows, most) == 1
+        ):
+            return self._send_whole(rows, send, receive, name)
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
         outgoing, incoming = self._cut(rows, send), self._cut(out, receive)
-        own_count = max(len(outgoing), len(incoming))
-        # The first chunk carries the number of chunks. A rank with fewer takes part in the rest with empty ones.
-        counts, peer_counts = (torch.full((self.peers.world_size,), own_count, device=rows.device) for _ in range(2))
-        outgoing[0], incoming[0] = outgoing[0].with_counts(counts), incoming[0].with_counts(peer_counts)
+        own_count = max(len(outgoing), len(incoming)) if most is None else self._most_chunks(rows, most)
+        peer_counts = None
+        if most is None:
+            # The first chunk carries the number of chunks. A rank with fewer takes part in the rest with empty ones.
+            counts, peer_counts = (torch.full((self.peers.world_size,), own_count, device=rows.device) for _ in (0, 1))
+            outgoing[0], incoming[0] = outgoing[0].with_counts(counts), incoming[0].with_counts(peer_counts)
         empty = _TransferChunk([[] for _ in range(self.peers.world_size)])
         self._staging.copier.begin()
         outgoing, incoming = ([*chunks, *[empty] * (own_count - len(chunks))] for chunks in (outgoing, incoming))
         self._exchange(outgoing, incoming, name)
         self._staging.copier.wait_for_copies()
-        more = int(peer_counts.max()) - own_count  # on a GPU the host waits for the copies
-        self._exchange([empty] * more, [empty] * more, name)
+        if peer_counts is not None:
+            more = int(peer_counts.max()) - own_count  # on a GPU the host waits for the copies
+            self._exchange([empty] * more, [empty] * more, name)
         return CompletedWork(out)
+
+    def _send_whole(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str
+    ) -> CompletedWork[Tensor]:
+        """Exchange rows of at most one chunk, without a copy."""
+        self._yield_to_urgent()
+        began, rows = time.monotonic(), rows.contiguous()
+        received = self._transport.all_to_all(rows, send, receive, name=name).wait_on_host()
+        to_others = sum(send) - send[self.peers.rank]
+        self._add_rate(rows.nbytes * to_others // max(1, len(rows)), time.monotonic() - began)
+        return CompletedWork(received)
 
     def all_reduce(self, values: Tensor, *, name: str) -> CompletedWork[Tensor]:
         """Sum a few values over all ranks, in place. The host waits until they have arrived."""
@@ -77,13 +97,22 @@ class ChunkedTransport(Transport):
 
     def _cut(self, rows: Tensor, counts: Sequence[int]) -> list["_TransferChunk"]:
         """Cut the rows of every rank into chunks; each chunk holds some bytes of every rank."""
-        place = "cpu" if rows.device.type == "cpu" else "gpu"
-        size = (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[place] // self.peers.world_size
+        size = self._chunk_bytes(rows)
         parts = [as_bytes(part) for part in rows.contiguous().split(list(counts))]
         # Both ranks of a pair compute the same cuts, independent of other pairs.
         cuts = [part.split(max(1, size, -(-len(part) // _MAX_CHUNKS))) for part in parts]
         number = max(map(len, cuts))
         return [_TransferChunk([list(cut[k : k + 1]) for cut in cuts]) for k in range(number)]
+
+    def _chunk_bytes(self, rows: Tensor) -> int:
+        """Return the bytes of a chunk for each pair of ranks."""
+        place = "cpu" if rows.device.type == "cpu" else "gpu"
+        return (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[place] // self.peers.world_size
+
+    def _most_chunks(self, rows: Tensor, most: int) -> int:
+        """Return a number of chunks that suffices for any pair of ranks, if none sends more than so many rows."""
+        size = most * rows.shape[1:].numel() * rows.element_size()
+        return min(_MAX_CHUNKS, max(1, -(-size // max(1, self._chunk_bytes(rows)))))
 
     def _exchange(self, outgoing: Sequence["_TransferChunk"], incoming: Sequence["_TransferChunk"], name: str) -> None:
         """Send chunks. While one is sent, the next is copied out and the previous one copied in."""

@@ -78,7 +78,13 @@ class CopyEngine(Transport):
         self._fallback.add_tracer(tracer)
 
     def all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        *,
+        name: str,
+        most: int | None = None,  # noqa: ARG002  a transfer is not cut
     ) -> PendingWork[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         tracer = self._tracer_factory(name, rows.nbytes) if self._tracer_factory is not None else None

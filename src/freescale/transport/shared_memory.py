@@ -60,7 +60,7 @@ class SharedMemoryTransport(Transport):
         self._fallback.add_tracer(tracer)
 
     def all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, most: int | None = None
     ) -> PendingWork[Tensor]:
         """Send the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receive likewise."""
         tracer = self._tracer_factory(name, rows.nbytes) if self._tracer_factory is not None else None
@@ -68,7 +68,7 @@ class SharedMemoryTransport(Transport):
         with self.peers.guard(name):
             out = self._memory.allocate(rows, sum(receive))
         outgoing, incoming = rows.split(list(send)), out.split(list(receive))
-        complete_far = self._send_far(outgoing, incoming, name)
+        complete_far = self._send_far(outgoing, incoming, name, most)
         with self.peers.guard(name):
             for peer in self._near:
                 if incoming[peer].numel():
@@ -118,13 +118,15 @@ class SharedMemoryTransport(Transport):
         self._memory.signal_filled(peer)
         self._written[peer] += 1
 
-    def _send_far(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], name: str) -> _Completion | None:
+    def _send_far(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], name: str, most: int | None
+    ) -> _Completion | None:
         """Start the transfer of ranks outside this memory, if any; return the callback that stores what arrives."""
         far = [rank for rank, near in enumerate(self._is_near) if not near]
         if not far:
             return None
         counts = ([len(part) * (rank in far) for rank, part in enumerate(parts)] for parts in (outgoing, incoming))
-        work = self._fallback.all_to_all(torch.cat([outgoing[rank] for rank in far]), *counts, name=name)
+        work = self._fallback.all_to_all(torch.cat([outgoing[rank] for rank in far]), *counts, name=name, most=most)
 
         def complete() -> None:
             received = work.wait().split([len(incoming[rank]) for rank in far])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from tests.support.vgpu import autocast
+from tests.support.vgpu import autocast, foreach
 from tests.support.vgpu.build import guard
 from tests.support.vgpu.clocks import Clocks, Progress, follow_threads, thread_name
 from tests.support.vgpu.memory import Memory, follow_host, indexed_rows, source_line
@@ -113,6 +113,7 @@ def install(*, index: int = 0, count: int = 1) -> torch.device:
     gpu.guard.install(gpu, count)
     _library.fallback(_run_operator, "PrivateUse1")
     autocast.register(NAME)
+    foreach.register(_run_operator)
     follow_threads(clocks)
     follow_host(gpu.memory)
     gpu.own_index, gpu.count = index, count

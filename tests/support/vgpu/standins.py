@@ -59,7 +59,11 @@ def _rows_of_the_device(collection: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(*args: Any) -> Any:
         built = collection(*args)
-        state = {name: device.on_device(rows) for name, rows in built.state().items()}
+        on_cpu, wholes = built.state(), {}
+        state = {}
+        for name, rows in on_cpu.items():  # tables that are neighbours in memory are so on the device
+            whole = wholes.setdefault(rows.untyped_storage().data_ptr(), device.on_device(rows))
+            state[name] = whole.as_strided(rows.shape, rows.stride(), rows.storage_offset())
         built.weights = {name: state[name] for name in built.weights}
         built.state = lambda: state
         return built
