@@ -116,14 +116,14 @@ def resources(found: Any, arch: int) -> dict[str, object]:
 
 
 def fused_usage(name: str, dtype: str, dim: int, arch: int) -> dict[str, object]:
-    """Return what a kernel of dropout or of the sampled softmax takes on a GPU."""
+    """Return what a kernel of keyed randomness or of the sampled softmax takes on a GPU."""
     kernel, pointers = getattr(fused_kernels, name), {n: f"*{kind}" for kind, names in _FUSED.items() for n in names}
-    options: dict[str, Any] = {"WIDTH": dim, "WORDS": fused_launch.DROPOUT_WORDS}
+    options: dict[str, Any] = {"WIDTH": dim, "WORDS": fused_launch.DROPOUT_WORDS, "BLOCK": fused_launch.HASH_BLOCK}
     options["num_warps"] = fused_launch.DROPOUT_WARPS
-    if name != "dropout":
+    if name in ("token_losses", "row_gradients"):
         options = {**fused_launch.launch_options(name, dim=dim, negatives=NEGATIVES), "INVERSE_TEMPERATURE": 20.0}
     constants = {argument: options[argument] for argument in kernel.arg_names if argument in options}
-    numbers = dict.fromkeys(("words", "salt", "threshold"), "i32")
+    numbers = dict.fromkeys(("count", "words", "salt", "threshold"), "i32")
     signature = {
         argument: "constexpr" if argument in constants else numbers.get(argument) or pointers.get(argument, f"*{dtype}")
         for argument in kernel.arg_names
@@ -232,7 +232,8 @@ def main() -> None:
     for width in options.widths:
         sizes = [KernelConfig(RECIPES.get(width, 1), width, half) for half in (True, False)]
         results += [usage(name, one, arch) for one in sizes for arch in options.archs for name in KERNELS]
-    fused = [(name, dtype, dim) for dim in options.widths for dtype in ("bf16", "fp32") for name in FUSED_KERNELS]
+    fused = [("splitmix64", "i64", 1)]
+    fused += [(name, dtype, dim) for dim in options.widths for dtype in ("bf16", "fp32") for name in FUSED_KERNELS]
     results += [fused_usage(*kernel, arch) for kernel in fused for arch in options.archs]
     for result in results:
         print(json.dumps(result), flush=True)

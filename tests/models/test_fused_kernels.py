@@ -5,10 +5,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from freescale.models.keyed import splitmix64
 from tests.models.fused_cases import (
     LossProblem,
     differences_from_stand_ins,
     dropout_by_kernel,
+    hashes_by_kernel,
     loss_by_kernels,
     relative_error,
 )
@@ -63,6 +65,11 @@ def test_a_batch_without_tokens_has_a_loss_and_gradients_of_zero(interpreter: Pr
     for result, exact in interpreter.submit(loss_by_kernels, problem).result():
         assert result.shape == exact.shape
         assert not result.any()
+
+
+def test_keys_and_negatives_are_hashed_to_the_bits_of_torch_operators(interpreter: ProcessPoolExecutor) -> None:
+    values = torch.tensor([[0, 1, -1, 2**63 - 1, -(2**63)]]) + 977 * torch.arange(300)[:, None]
+    assert torch.equal(interpreter.submit(hashes_by_kernel, values).result(), splitmix64(values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])

@@ -1,4 +1,4 @@
-"""Triton kernels of keyed dropout and of the sampled softmax: no atomics, so runs repeat.
+"""Triton kernels of keyed randomness and of the sampled softmax: no atomics, so runs repeat.
 
 The kernels are compiled for a GPU, or run by Triton's interpreter on a CPU (TRITON_INTERPRET=1). See `fused_launch`.
 """
@@ -20,6 +20,14 @@ def _splitmix64(z):
     z = (z ^ (z >> 30)) * M1
     z = (z ^ (z >> 27)) * M2
     return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["count"])  # avoids a recompilation per value
+def splitmix64(z, out, count, BLOCK: tl.constexpr):
+    """Hash integers."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    hashed = _splitmix64(tl.load(z + place, mask=place < count, other=0).to(tl.uint64))
+    tl.store(out + place, hashed.to(tl.int64), mask=place < count)
 
 
 @triton.jit(do_not_specialize=["words", "salt", "threshold"])  # avoids a recompilation per value

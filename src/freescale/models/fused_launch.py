@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of keyed dropout and of the sampled softmax.
+"""Launches the Triton kernels of keyed randomness and of the sampled softmax.
 
 Dropout is one kernel that hashes, masks and scales. It computes the gradient, too: nothing is kept for backward. The
 mask and the values are bitwise those of `keyed`.
@@ -20,9 +20,19 @@ from freescale.models import fused_kernels
 
 DROPOUT_WORDS, DROPOUT_WARPS = 256, 4
 """Hashes of a program, each for four elements, and its warps."""
+HASH_BLOCK = 1024
 _PROGRAMS = {"token_losses": (4096, 4), "row_gradients": (2048, 2)}
 """Elements of a tile, and warps. Few tokens sample a row, so its program is small."""
 _MAX_BLOCK = 64
+
+
+def splitmix64(z: Tensor) -> Tensor:
+    """Hash integers, element by element."""
+    z, out = z.contiguous(), z.new_empty(z.shape)
+    if z.numel():
+        options: dict[str, Any] = {"BLOCK": HASH_BLOCK}
+        fused_kernels.splitmix64[(triton.cdiv(z.numel(), HASH_BLOCK),)](z, out, z.numel(), **options)
+    return out
 
 
 def dropout(x: Tensor, token_keys: Tensor, *, salt: int, threshold: int) -> Tensor:

@@ -31,8 +31,8 @@ class Keys:
 
         A candidate has the key that it would have in a separate sample, whose history ends at its anchor.
         """
-        run = splitmix64(torch.tensor([seed], device=sample_id.device)) ^ step
-        sample = splitmix64(sample_id ^ splitmix64(run))
+        run = splitmix64(torch.tensor(seed)) ^ step  # on the host
+        sample = splitmix64(sample_id ^ int(splitmix64(run)))
         return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.key_position))
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
@@ -81,6 +81,10 @@ def kept_elements(token_keys: Tensor, width: int, *, salt: int, threshold: int) 
 
 def splitmix64(z: Tensor) -> Tensor:
     """Hash 64 bits to 64 bits, element by element (the finalizer of splitmix64)."""
+    if uses_kernels(z, "keyed randomness"):
+        from freescale.models import fused_launch
+
+        return fused_launch.splitmix64(z)
     z = z + _WEYL
     z = z.bitwise_xor_(_logical_shift_right(z, 30)).mul_(_M1)
     z = z.bitwise_xor_(_logical_shift_right(z, 27)).mul_(_M2)

@@ -1,18 +1,23 @@
-"""Keyed dropout and the sampled softmax as `fused_launch` computes them, by torch operators on the CPU."""
+"""Keyed randomness and the sampled softmax as `fused_launch` computes them, by torch operators on the CPU."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
+from freescale.models import keyed
 from freescale.models.fused_launch import SampledRows, TokenLosses
-from freescale.models.keyed import kept_elements
 
 _EPS = 1e-12
 
 
+def splitmix64(z: Tensor) -> Tensor:
+    """Hash integers."""
+    return keyed.splitmix64(z)
+
+
 def dropout(x: Tensor, token_keys: Tensor, *, salt: int, threshold: int) -> Tensor:
     """Drop elements, and scale the others."""
-    kept = kept_elements(token_keys, x.shape[1], salt=salt, threshold=threshold)
+    kept = keyed.kept_elements(token_keys, x.shape[1], salt=salt, threshold=threshold)
     return x * kept / (1.0 - threshold / 0x10000)
 
 

@@ -144,6 +144,7 @@ TABLE = (
     StandIn("freescale.bench.torchrec_loops.train", 0, _torchrec_on_cpu),
     StandIn("freescale.embedding.fused.fused_shard", 0, _fused_rows_on_cpu),
     StandIn("freescale.embedding.fused.FusedCollection", 0, _rows_of_the_device),
+    StandIn("freescale.models.fused_launch.splitmix64", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.dropout", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.compute_token_losses", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.compute_row_gradients", 1, _fused_on_cpu),
