@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for GPUs ahead of time and counts their resources and work.
+"""Compiles the kernels for GPUs ahead of time and counts their resources and work.
 
     python benchmarks/kernels.py [--archs 80 90 100] [--widths 25 32 50 64 128 256] [--out FILE.json]
 
@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 import record
 from freescale.data import synthetic
+from freescale.models import fused_kernels, fused_launch
 from freescale.models.attention import triton_kernels
 from freescale.models.attention.triton_launch import KernelConfig, TileSchedule, attention_schedule, split_into_blocks
 from freescale.models.jagged import JaggedLayout, is_visible
@@ -40,6 +41,15 @@ PRODUCTS = {"forward": 2, "backward_rows": 3, "backward_columns": 4}
 TARGETS = 20
 """Of each history, at evenly spaced anchors."""
 PROCESSORS = {"A100": 108, "H100": 132, "B200": 148}
+FUSED_KERNELS = ("dropout", "token_losses", "row_gradients")
+NEGATIVES = 128
+"""Of the sampled softmax, as by default."""
+_FUSED = {
+    "fp32": ("rows", "loss", "scores", "log_total", "error", "weight", "gradient", "d_rows"),
+    "i64": ("token_keys", "positive", "negatives", "order", "offsets"),
+    "i32": ("sampled",),
+}
+"""Types of pointers; those of outputs and of their gradients vary."""
 _POINTERS = {
     "fp32": ("parts", "more_parts", "d_position", "d_time", "position", "by_cell", "time"),
     "i64": ("spans", "limits", "query_time", "event_time"),
@@ -75,8 +85,13 @@ def compiled(name: str, sizes: KernelConfig, arch: int) -> Any:
 
 
 def usage(name: str, sizes: KernelConfig, arch: int) -> dict[str, object]:
+    """Return what a kernel of attention takes on a GPU."""
+    shape = {"type": "bf16" if sizes.half else "fp32", "heads": sizes.heads, "width": sizes.width}
+    return {"kernel": name, "arch": f"sm_{arch}", **shape, **resources(compiled(name, sizes, arch), arch)}
+
+
+def resources(found: Any, arch: int) -> dict[str, object]:
     """Return the output of the assembler, and whether the PTX has TF32 or float atomics."""
-    found = compiled(name, sizes, arch)
     ptx = found.asm["ptx"]
     tool = get_ptxas(arch).path
     target = re.search(r"\.target (\w+)", ptx)
@@ -92,17 +107,32 @@ def usage(name: str, sizes: KernelConfig, arch: int) -> dict[str, object]:
     assert spilled is not None, said
     assert registers is not None, said
     return {
-        "kernel": name,
-        "arch": f"sm_{arch}",
-        "type": "bf16" if sizes.half else "fp32",
-        "heads": sizes.heads,
-        "width": sizes.width,
         "registers": int(registers[1]),
         "shared_bytes": int(found.metadata.shared),
         "spilled_bytes": int(spilled[1]) + int(spilled[2]),
         "tf32": "tf32" in ptx,
         "float_atomics": bool(re.search(r"\b(atom|red)\.[\w.]*\.f(16|32|64)|\b(atom|red)\.[\w.]*bf16", ptx)),
     }
+
+
+def fused_usage(name: str, dtype: str, dim: int, arch: int) -> dict[str, object]:
+    """Return what a kernel of keyed randomness or of the sampled softmax takes on a GPU."""
+    kernel, pointers = getattr(fused_kernels, name), {n: f"*{kind}" for kind, names in _FUSED.items() for n in names}
+    options: dict[str, Any] = {"WIDTH": dim, "WORDS": fused_launch.DROPOUT_WORDS, "BLOCK": fused_launch.HASH_BLOCK}
+    options["num_warps"] = fused_launch.DROPOUT_WARPS
+    if name in ("token_losses", "row_gradients"):
+        options = {**fused_launch.launch_options(name, dim=dim, negatives=NEGATIVES), "INVERSE_TEMPERATURE": 20.0}
+    constants = {argument: options[argument] for argument in kernel.arg_names if argument in options}
+    numbers = dict.fromkeys(("count", "words", "salt", "threshold"), "i32")
+    signature = {
+        argument: "constexpr" if argument in constants else numbers.get(argument) or pointers.get(argument, f"*{dtype}")
+        for argument in kernel.arg_names
+    }
+    at = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
+    aligned = {at[a]: [["tt.divisibility", 16]] for a, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(kernel, signature, {at[a]: value for a, value in constants.items()}, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": options["num_warps"]})
+    return {"kernel": name, "arch": f"sm_{arch}", "type": dtype, "width": dim, **resources(found, arch)}
 
 
 def load(dealt: TileSchedule) -> torch.Tensor:
@@ -202,6 +232,9 @@ def main() -> None:
     for width in options.widths:
         sizes = [KernelConfig(RECIPES.get(width, 1), width, half) for half in (True, False)]
         results += [usage(name, one, arch) for one in sizes for arch in options.archs for name in KERNELS]
+    fused = [("splitmix64", "i64", 1)]
+    fused += [(name, dtype, dim) for dim in options.widths for dtype in ("bf16", "fp32") for name in FUSED_KERNELS]
+    results += [fused_usage(*kernel, arch) for kernel in fused for arch in options.archs]
     for result in results:
         print(json.dumps(result), flush=True)
     record.save(options.out, results)

@@ -304,7 +304,9 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     subprocess.run([sys.executable, BENCHMARKS / "kernels.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     compiled = [result for result in results if "kernel" in result]
-    assert {result["kernel"] for result in compiled} == {"forward", "backward_rows", "backward_columns", "join"}
+    names = {"forward", "backward_rows", "backward_columns", "join"}
+    names |= {"splitmix64", "dropout", "token_losses", "row_gradients"}
+    assert {result["kernel"] for result in compiled} == names
     for result in compiled:
         assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)
     assert {result["targets"] for result in results if "flops_over_least" in result} == {0, 20}

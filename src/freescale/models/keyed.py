@@ -5,13 +5,18 @@ computes a sample, and the other samples of its batch, cannot change them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.models.jagged import JaggedLayout
+from freescale.models.kernel_selection import uses_kernels
 
-_WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64, as signed integers
+SPLITMIX64 = _WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""The constants of splitmix64, as signed integers."""
+_SIGN_BITS = -0x7FFF7FFF7FFF8000
+"""The highest bit of each 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,8 @@ class Keys:
 
         A candidate has the key that it would have in a separate sample, whose history ends at its anchor.
         """
-        run = splitmix64(torch.tensor([seed], device=sample_id.device)) ^ step
-        sample = splitmix64(sample_id ^ splitmix64(run))
+        run = splitmix64(torch.tensor(seed)) ^ step  # on the host
+        sample = splitmix64(sample_id ^ int(splitmix64(run)))
         return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.key_position))
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
@@ -37,10 +42,9 @@ class Keys:
         if p == 0.0:
             return x
         threshold = min(round(p * 0x10000), 0xFFFF)  # at 0x10000 the scale below would divide by zero
-        words = splitmix64(self.token[:, None] ^ _lanes(salt, -(-x.shape[1] // 4), x.device))
-        uniform = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], dim=-1)
-        kept = uniform.flatten(1)[:, : x.shape[1]] >= threshold  # four elements share a hash
-        return x * kept / (1.0 - threshold / 0x10000)
+        if uses_kernels(x, "dropout"):
+            return _KernelDropout.apply(x, self.token, salt, threshold)
+        return x * kept_elements(self.token, x.shape[1], salt=salt, threshold=threshold) / (1.0 - threshold / 0x10000)
 
     def randint(self, count: int, high: int, *, salt: int) -> Tensor:
         """Draw `count` integers in [0, high) for every token."""
@@ -48,16 +52,47 @@ class Keys:
         return (words & 0x7FFFFFFFFFFFFFFF) % high
 
 
+class _KernelDropout(torch.autograd.Function):
+    """Dropout by one kernel forward and one backward, which computes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token_keys: Tensor, salt: int, threshold: int) -> Tensor:  # pyrefly: ignore[bad-override]
+        from freescale.models import fused_launch
+
+        ctx.save_for_backward(token_keys)
+        ctx.site = {"salt": salt, "threshold": threshold}
+        return fused_launch.dropout(x, token_keys, **ctx.site)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from freescale.models import fused_launch
+
+        (token_keys,) = ctx.saved_tensors
+        return fused_launch.dropout(gradients[0], token_keys, **ctx.site), None, None, None
+
+
+def kept_elements(token_keys: Tensor, width: int, *, salt: int, threshold: int) -> Tensor:
+    """Return which elements of [tokens, width] dropout keeps: those whose 16 bits of a hash reach `threshold`."""
+    words = splitmix64(token_keys[:, None] ^ _lanes(salt, -(-width // 4), token_keys.device))
+    # Four elements share a hash. A flipped highest bit lets signed integers compare as unsigned ones.
+    signed = words.bitwise_xor_(_SIGN_BITS).view(torch.int16)
+    return signed[:, :width] >= threshold - 0x8000
+
+
 def splitmix64(z: Tensor) -> Tensor:
     """Hash 64 bits to 64 bits, element by element (the finalizer of splitmix64)."""
+    if uses_kernels(z, "keyed randomness"):
+        from freescale.models import fused_launch
+
+        return fused_launch.splitmix64(z)
     z = z + _WEYL
-    z = (z ^ _logical_shift_right(z, 30)) * _M1
-    z = (z ^ _logical_shift_right(z, 27)) * _M2
-    return z ^ _logical_shift_right(z, 31)
+    z = z.bitwise_xor_(_logical_shift_right(z, 30)).mul_(_M1)
+    z = z.bitwise_xor_(_logical_shift_right(z, 27)).mul_(_M2)
+    return z.bitwise_xor_(_logical_shift_right(z, 31))
 
 
 def _logical_shift_right(z: Tensor, bits: int) -> Tensor:
-    return z >> bits & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _lanes(salt: int, count: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.vgpu import device
+from tests.support.vgpu import device, fused_on_cpu
 
 
 class StandIn(NamedTuple):
@@ -106,6 +106,31 @@ def _attention_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _fused_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute what a fused kernel does with torch operators on the CPU. It reads all inputs and writes all outputs."""
+    compute = getattr(fused_on_cpu, function.__name__)
+
+    def run(*args: Any, **options: Any) -> Any:
+        reads: list[Tensor] = []
+        outputs = compute(*(_cpu_values(value, reads) for value in args), **options)
+        single = isinstance(outputs, Tensor)
+        made = [device.on_device(value) for value in ([outputs] if single else outputs)]
+        device.gpu.memory.kernel(function.__name__, reads, [], made, None)
+        return made[0] if single else type(outputs)(*made)
+
+    return run
+
+
+def _cpu_values(value: Any, reads: list[Tensor]) -> Any:
+    """Return an argument with tensors of the CPU, and collect those of the device."""
+    if isinstance(value, tuple):
+        return type(value)(*(_cpu_values(each, reads) for each in value))
+    if not device.is_ours(value):
+        return value
+    reads.append(value)
+    return device.on_cpu(value)
+
+
 def _launches_without_profiler(_: Callable[..., Any]) -> Callable[..., Any]:
     """Name the launches by the counters of the device."""
 
@@ -123,6 +148,10 @@ TABLE = (
     StandIn("freescale.bench.torchrec_loops.train", 0, _torchrec_on_cpu),
     StandIn("freescale.embedding.fused.fused_shard", 0, _fused_rows_on_cpu),
     StandIn("freescale.embedding.fused.FusedCollection", 0, _rows_of_the_device),
+    StandIn("freescale.models.fused_launch.splitmix64", 1, _fused_on_cpu),
+    StandIn("freescale.models.fused_launch.dropout", 1, _fused_on_cpu),
+    StandIn("freescale.models.fused_launch.compute_token_losses", 1, _fused_on_cpu),
+    StandIn("freescale.models.fused_launch.compute_row_gradients", 1, _fused_on_cpu),
     StandIn("freescale.models.attention.triton_launch.forward", 2, _attention_on_cpu),
     StandIn("freescale.models.attention.triton_launch.backward", 5, _attention_on_cpu),
 )
