@@ -62,7 +62,7 @@ def spread(values: Sequence[int], sizes: Sequence[int], device: torch.device) ->
     return number.repeat_interleave(size, output_size=sum(sizes))
 
 
-class Partition(NamedTuple):
+class SplitValues(NamedTuple):
     """Values of several blocks, split by a mask. The order is kept."""
 
     counts: list[int]
@@ -71,7 +71,7 @@ class Partition(NamedTuple):
     others: Tensor
 
 
-def partition(values: Tensor, mask: Tensor, sizes: Sequence[int]) -> Partition:
+def partition(values: Tensor, mask: Tensor, sizes: Sequence[int]) -> SplitValues:
     """Split values by a mask. `sizes`: of the blocks of both. On a device the host waits once."""
     before = F.pad(mask.cumsum(0), (1, 0))
     (ends,) = numbers_to_device([[0, *accumulate(sizes)]], mask.device)
@@ -79,7 +79,7 @@ def partition(values: Tensor, mask: Tensor, sizes: Sequence[int]) -> Partition:
     selected, before = sum(counts), before[:-1]
     place = torch.where(mask, before, torch.arange(selected, selected + len(mask), device=mask.device) - before)
     moved = torch.empty_like(values).scatter_(0, place, values)
-    return Partition(counts, moved[:selected], moved[selected:])
+    return SplitValues(counts, moved[:selected], moved[selected:])
 
 
 _BITS = 8

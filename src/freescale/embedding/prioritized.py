@@ -53,6 +53,8 @@ class EmbeddingContext:
     """Gradients of local rows that were overlapped with the next step."""
     skip_update: bool = False
     """Whether to drop the gradients of the batch; the same on all ranks."""
+    usable: Tensor | None = None
+    """On a GPU, where the host does not know yet whether to drop them: 1, or 0 to drop them."""
 
     @property
     def canceled(self) -> bool:
@@ -167,6 +169,8 @@ class RowOperations:
 
     def _update(self, context: EmbeddingContext, plan: AllToAllPlan, gradients: dict[str, Tensor]) -> None:
         taken = _take(gradients)
+        if context.usable is not None:
+            torch._foreach_mul_([*taken.values()], context.usable)  # ranks send finite row gradients only
         if not context.skip_update:
             self._tables.update(plan, taken, lr=context.lr)
 

@@ -1,11 +1,13 @@
 """NaN and Inf: detected by all ranks in the step in which they arise, with the samples that cause them.
 
 DDP sums the dense gradient over the ranks, so a value that is not finite on one rank is not finite on any: detection
-needs no extra collective. Rows are updated after the backward pass, so a faulty step can skip all updates.
+needs no extra collective. Rows are updated after the backward pass, so a faulty step can skip all updates. On a GPU the
+updates depend on the check there, and the host reads it when it has launched them.
 """
 
 import math
 import statistics
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -46,11 +48,20 @@ class GradNormMonitor:
         """Return why a gradient of this norm cannot be used, or an empty text."""
         if not math.isfinite(norm):
             return "the gradient is not finite"
-        median = statistics.median(self._recent) if self._spike and len(self._recent) >= _MIN_NORMS else 0.0
-        if median and norm > self._spike * median:
-            return f"the gradient norm is {norm / median:.0f} times its recent median"
+        if norm > self.largest:
+            return f"the gradient norm is {norm / self._median:.0f} times its recent median"
         self._recent.append(norm)
         return ""
+
+    @property
+    def largest(self) -> float:
+        """The largest norm of a gradient that can be used."""
+        return self._spike * self._median or sys.float_info.max
+
+    @property
+    def _median(self) -> float:
+        """The median of the recent norms; 0 if there is none to compare with."""
+        return statistics.median(self._recent) if self._spike and len(self._recent) >= _MIN_NORMS else 0.0
 
     def state_dict(self) -> list[float]:
         """Return the recent norms."""
@@ -131,19 +142,35 @@ def are_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
 
 def withhold_nonfinite(gradients: Iterable[Tensor], finite: bool | Tensor) -> None:
     """Set gradients to 0 unless all values of their rank are finite."""
+    withheld = ~finite if isinstance(finite, Tensor) else not finite
     for gradient in gradients:
-        if isinstance(finite, Tensor):
-            gradient.masked_fill_(~finite, 0.0)
-        elif not finite:
+        if isinstance(withheld, Tensor):
+            gradient.masked_fill_(withheld, 0.0)
+        elif withheld:
             gradient.zero_()
 
 
-def read_norm(norm: Tensor, finite: bool | Tensor) -> tuple[float, bool]:
-    """Return the gradient norm and whether all values are finite. On a GPU the host waits once for both."""
-    if isinstance(finite, bool):
-        return float(norm), finite
-    value, is_finite = torch.stack([norm, finite.to(norm.dtype)]).tolist()
-    return value, bool(is_finite)
+class GradientCheck:
+    """The check of a step on a device. The host reads it after all updates of the step are launched.
+
+    `usable` makes the updates depend on it without the host: 1 if the gradient can be used, else 0.
+    """
+
+    def __init__(self, norm: Tensor, finite: Tensor, *, largest: float, rows: Mapping[str, Tensor]) -> None:
+        self.usable = (norm.double() <= largest).to(norm.dtype)  # NaN is not; as the host compares
+        self._values = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        self._values.copy_(torch.stack([norm.double(), finite.double()]), non_blocking=True)
+        self._copied = torch.accelerator.current_stream(norm.device).record_event()
+        self.rows = dict(rows)
+        """Those of the batch, to look for the samples of a fault."""
+        for values in rows.values():  # they are freed here, and were allocated on another stream
+            values.record_stream(torch.accelerator.current_stream(norm.device))
+
+    def read(self) -> tuple[float, bool]:
+        """Wait for the gradient norm, and for whether the losses and row gradients of this rank are finite."""
+        self._copied.synchronize()
+        norm, finite = self._values.tolist()
+        return norm, bool(finite)
 
 
 def nonfinite_samples(

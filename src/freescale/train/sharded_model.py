@@ -133,10 +133,11 @@ def build_model_for(config: RunConfig, loader: Loader) -> Model:
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the dense optimizer."""
-    train = config.train
+    """Build the dense optimizer. A fused one can skip an update by itself: see `nonfinite.GradientCheck`."""
+    train, parameters = config.train, list(parameters)
     if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay)
+        on_device = any(weight.device.type != "cpu" for weight in parameters)
+        return torch.optim.SGD(parameters, lr=train.lr, weight_decay=train.weight_decay, fused=on_device or None)
     betas = (train.beta1, train.beta2)
     return torch.optim.AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
 

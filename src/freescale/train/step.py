@@ -6,7 +6,7 @@ on which lane and for which batch each operation runs. `StepState` carries resul
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +26,13 @@ from freescale.embedding.prioritized import EmbeddingContext, RowOperations, req
 from freescale.embedding.sharded import ShardedTables
 from freescale.overlap.executor import Completion
 from freescale.overlap.schedule import Operation, Schedule
-from freescale.train.nonfinite import GradNormMonitor, are_finite, nonfinite_samples, read_norm, withhold_nonfinite
+from freescale.train.nonfinite import (
+    GradientCheck,
+    GradNormMonitor,
+    are_finite,
+    nonfinite_samples,
+    withhold_nonfinite,
+)
 from freescale.train.schedule_runner import Perform, S, ScheduleRunner
 from freescale.train.sharded_model import SequenceModule, backward
 from freescale.transport.base import Transport
@@ -117,7 +123,9 @@ class StepState:
     grad_norm: Tensor | None = None
     """Norm of the dense gradient, the same on all ranks."""
     finite: bool | Tensor = True
-    """Whether this rank's losses and row gradients are finite. On a GPU the host reads it with the gradient norm."""
+    """Whether this rank's losses and row gradients are finite. On a GPU a tensor until the end of the step."""
+    check: GradientCheck | None = None
+    """On a GPU: the check of the gradient, until the host reads it at the end of the step."""
     fault: str = ""
     """Why the dense gradient cannot be used, the same on all ranks. A step with a fault updates nothing."""
     partially_applied: bool = False
@@ -192,6 +200,8 @@ class Step:
         state.rates, state.embedding.lr = rates, dict.fromkeys(self._module.model.tables, rates.tables)
         after = None if following is None else StepState(following, stop, EmbeddingContext(previous=state.embedding))
         self._runner.run(state, after)
+        if state.check is not None:
+            self._read_check(state, state.check)
         return state
 
     def prepare(self, state: StepState, _: Operation) -> None:
@@ -239,6 +249,8 @@ class Step:
             torch.nn.utils.clip_grads_with_norm_(self._parallel.parameters(), self._config.clip, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = state.rates.dense
+        if state.check is not None:
+            self._optimizer.found_inf = 1.0 - state.check.usable.float()  # type: ignore[attr-defined]  # 1: skips
         if not state.fault:
             self._optimizer.step()
         self._optimizer.zero_grad()
@@ -277,16 +289,29 @@ class Step:
         return self._recorder.record_wait("other traffic")
 
     def _check_gradient(self, state: StepState) -> None:
-        """Decide whether the dense gradient can be used, before any update."""
+        """Decide whether the dense gradient can be used, before any update. On a GPU the host does not wait."""
         gradients = [weight.grad for weight in self._parallel.parameters() if weight.grad is not None]
         state.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(state.finite, Tensor):
+            largest, rows = self.grad_norm_monitor.largest, state.embedding.rows or {}
+            state.check = GradientCheck(state.grad_norm, state.finite, largest=largest, rows=rows)
+            state.embedding.usable = state.check.usable
+        else:
+            self._judge(state, float(state.grad_norm), state.finite, state.embedding.rows)
+
+    def _read_check(self, state: StepState, check: GradientCheck) -> None:
+        """Learn whether the updates of this step were made. The host waits, while the device makes them."""
         self._world.transport.synchronize("dense gradients")
-        norm, state.finite = read_norm(state.grad_norm, state.finite)
+        norm, state.finite = check.read()
+        self._judge(state, norm, state.finite, None if state.embedding.plan is None else check.rows)
+        state.check = None
+
+    def _judge(self, state: StepState, norm: float, finite: bool, rows: Mapping[str, Tensor] | None) -> None:
+        """Record a fault, and the samples of this rank that cause it."""
         state.fault = self.grad_norm_monitor.fault(norm)
         state.embedding.skip_update = bool(state.fault)
-        if state.fault or not state.finite:
-            rows, device = state.embedding.rows, self._world.device
-            self.nonfinite_samples += nonfinite_samples(self._module, state.batch, rows, device=device)
+        if state.fault or not finite:
+            self.nonfinite_samples += nonfinite_samples(self._module, state.batch, rows, device=self._world.device)
             self.partially_applied = self.partially_applied or not state.fault
 
     def _gradient_sync(self, part: int) -> contextlib.AbstractContextManager[None]:
