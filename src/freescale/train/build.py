@@ -8,8 +8,9 @@ runs/latest                   a link to the newest run
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from freescale.checkpoint import checkpoints
 from freescale.checkpoint.run_folder import require_start
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
+from freescale.embedding.prioritized import EmbeddingMemory
+from freescale.embedding.tables import Table
 from freescale.errors import INTERRUPTED, DataError, UsageError
 from freescale.log import info_once, warning_once
 from freescale.models.protocol import Model
@@ -36,7 +39,13 @@ from freescale.progress import progress
 from freescale.train.checkpoint_manager import TrainerComponents
 from freescale.train.evaluation import build_evaluation
 from freescale.train.metrics_logger import MetricsLogger
-from freescale.train.sharded_model import build_model_for, build_optimizer, build_sharded_model, data_parallel
+from freescale.train.sharded_model import (
+    ShardedModel,
+    build_model_for,
+    build_optimizer,
+    build_sharded_model,
+    data_parallel,
+)
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
@@ -127,7 +136,8 @@ def build(
         evaluate=None if model else build_evaluation(config, world, sharded.module),
     )
     metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
-    for line in [*sharded.plan, *transports.reasons]:
+    overlap = [] if transports.deferred is None else _describe_overlap(config, world, loader, sharded)
+    for line in [*sharded.plan, *transports.reasons, *overlap]:
         metrics.print_line(line)
     return Trainer(components, folder, metrics)
 
@@ -136,12 +146,41 @@ def _select_transports(config: RunConfig, world: World, loader: Loader) -> Trans
     """Select what moves embedding rows. Replicated tables move none."""
     if config.tables.placement == "replicated":
         return TransportSelection(world.transport, None, [])
-    manifest = loader.dataset.manifest
-    length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
-    tokens = config.data.global_batch / world.world_size * length
-    size, overlap = int(tokens * config.model.dim * 4), config.tables.overlap
+    size, overlap = int(_events_per_rank(config, world, loader) * config.model.dim * 4), config.tables.overlap
     compared = overlap == "auto"
     return select_transports(world, config.transport, deferred=overlap != "off", sent_bytes=size, compared=compared)
+
+
+def _events_per_rank(config: RunConfig, world: World, loader: Loader) -> float:
+    """Return the events of an average batch on one rank."""
+    manifest = loader.dataset.manifest
+    length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
+    return config.data.global_batch / world.world_size * length
+
+
+def _describe_overlap(config: RunConfig, world: World, loader: Loader, sharded: ShardedModel) -> list[str]:
+    """Return what overlapped transfers will hold, as human-readable lines."""
+    tables = sharded.tables.tables if sharded.tables is not None else ()
+    expected = expected_overlap_memory(config, tables, events=_events_per_rank(config, world, loader))
+    ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in expected)
+    held = f"{rows} of rows, {gradients} of row gradients, {ids} of ids"
+    return [f"overlapped transfers will hold about {held} per rank, for batches of average length"]
+
+
+def expected_overlap_memory(config: RunConfig, tables: Iterable[Table], *, events: float) -> EmbeddingMemory:
+    """Return the bytes that overlap holds on a rank beside the tables: ids and rows of the next batch, and gradients.
+
+    A rank holds what it receives, and what it sends to others, which is as much on average. Ids count as uniform over
+    a table: popular ones repeat, so that less is held.
+    """
+    itemsize = 8 if config.train.precision == "fp64" else 4
+    ids = values = 0.0
+    for table in tables:
+        sampled = config.task.negatives if config.task.kind == "retrieval" and table.name == "item" else 0
+        distinct = table.rows * -math.expm1(-events * (1 + sampled) / max(1, table.rows))
+        ids, values = ids + 2 * distinct * 8, values + 2 * distinct * table.dim * itemsize
+    batches = 2  # the last one, whose gradients are in transfer, and the next one, whose rows are
+    return EmbeddingMemory(int(batches * ids), int(values), int(values))
 
 
 def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting]:
