@@ -300,7 +300,7 @@ def test_memory_of_attention_follows_tokens_and_not_pairs(tmp_path: Path) -> Non
 
 def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_evenly(tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
-    options = ["--archs", "90", "--widths", "64", "--out", out]
+    options = ["--archs", "90", "--widths", "64", "--operands", "16-bit", "fp32", "--out", out]
     subprocess.run([sys.executable, BENCHMARKS / "kernels.py", *options], check=True, capture_output=True)
     results = json.loads(out.read_text())["results"]
     compiled = [result for result in results if "kernel" in result]
@@ -309,6 +309,8 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     assert {result["kernel"] for result in compiled} == names
     for result in compiled:
         assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)
+        on_tensor_cores = result["type"] == "bf16" and result["kernel"] != "join"
+        assert set(result["matrix_instructions"]) == ({"wgmma"} if on_tensor_cores else set()), result
     assert {result["targets"] for result in results if "flops_over_least" in result} == {0, 20}
     for result in results:
         assert max(result.get("rows_max_over_mean", 1), result.get("columns_max_over_mean", 1)) <= 1.25

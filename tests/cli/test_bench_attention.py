@@ -32,6 +32,12 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "nothing was timed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("asked", [["--tune"], ["--precision", "tf32"]])
+def test_what_only_a_gpu_can_do_is_an_error_on_a_cpu(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OPTIONS, *asked]) == 2
+    assert f"{' '.join(asked)} needs a GPU" in capsys.readouterr().err
+
+
 def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*OPTIONS, "--device", "cuda"]) == 2

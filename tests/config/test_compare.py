@@ -30,6 +30,7 @@ def test_fields_that_change_the_training_result_are_marked() -> None:
     assert changes_result(changed("train", lr=0.5))
     assert changes_result(changed("train", clip=0.5))
     assert changes_result(changed("train", precision="bf16"))
+    assert changes_result(changed("train", tf32=True))
     assert changes_result(changed("tables", lr=0.5))
     assert changes_result(changed("model", dropout=0.0))
     assert changes_result(changed("data", max_history=10))

@@ -61,6 +61,12 @@ def test_the_config_command_explains_every_field_within_100_columns(capsys: pyte
     assert '# Architecture. One of: "hstu", "sasrec".\nkind = "hstu"' in text
 
 
+@pytest.mark.parametrize("name", ["hstu-kuairand", "hstu-large", "dlrm-v4"])
+def test_recipes_for_gpus_state_their_precision(name: str) -> None:
+    assert RECIPES[name].train.precision == "bf16"
+    assert RECIPES[name].train.tf32
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_a_complete_config(name: str, tmp_path: Path) -> None:
     config.save(RECIPES[name], tmp_path / "deep" / "run.toml")

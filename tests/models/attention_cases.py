@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freescale.models.attention import reference
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
-from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout
+from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout, is_visible, time_bucket
 
 SCALE = 50.0
 LONGEST = 700
@@ -63,6 +63,41 @@ def reference_result(x: AttentionInputs, layout: JaggedLayout) -> tuple[Tensor, 
     out = reference.hstu_attention(q, k, v, layout, bias=BiasTables(position, time), scale=x.scale)
     found = torch.autograd.grad(out, learnt, upstream(x.v).double(), allow_unused=True, materialize_grads=True)
     return out.detach(), AttentionGradients(*found)
+
+
+def rounded_result(
+    x: AttentionInputs, layout: JaggedLayout, rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, AttentionGradients]:
+    """Return output and gradients in fp64, except that operands of matrix products are rounded.
+
+    This is what tensor cores compute, apart from the rounding of sums. The gradients of biases are no products.
+    """
+    q, k, v, d_out = (rounded(one.double()) for one in (x.q, x.k, x.v, upstream(x.v)))
+    out, d_q, d_k, d_v = (torch.zeros_like(one) for one in (v, q, k, v))
+    d_position, d_time = torch.zeros_like(x.position).double(), torch.zeros_like(x.time).double()
+    for begin, length, _ in layout.spans.tolist():
+        token, place = slice(begin, begin + length), torch.arange(length)
+        limit = x.limits[token, None]
+        distance = (limit - place).clamp(min=0)
+        bucket = time_bucket(x.query_time[token, None], x.event_time[None, token])
+        bias = x.position.double()[distance] + x.time.double()[bucket]
+        score = torch.einsum("qhd,khd->hqk", q[token], k[token]) + bias
+        visible, gate = is_visible(place[:, None], place[None, :], limit), score.sigmoid()
+        weights = rounded(torch.where(visible, score * gate, 0.0))
+        d_score = torch.einsum("qhd,khd->hqk", d_out[token], v[token]) * gate * (1 + score * (1 - gate))
+        d_score = torch.where(visible, d_score, 0.0)
+        out[token] = torch.einsum("hqk,khd->qhd", weights, v[token])
+        d_v[token] = torch.einsum("hqk,qhd->khd", weights, d_out[token])
+        d_q[token] = torch.einsum("hqk,khd->qhd", rounded(d_score), k[token])
+        d_k[token] = torch.einsum("hqk,qhd->khd", rounded(d_score), q[token])
+        d_position.index_add_(0, distance.flatten(), d_score.sum(0).flatten())
+        d_time.index_add_(0, bucket.flatten().long(), d_score.sum(0).flatten())
+    return out / x.scale, AttentionGradients(*(one / x.scale for one in (d_q, d_k, d_v, d_position, d_time)))
+
+
+def as_tf32(x: Tensor) -> Tensor:
+    """Return x with the 10 bits of mantissa that tensor cores read of fp32; the rest is cut off."""
+    return (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

@@ -4,18 +4,35 @@ The interpreter cannot check the compiled code: benchmarks/kernels.py reads from
 are no float atomics.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from freescale.bench.attention_tuning import TileTiming, fastest_tiles
+from freescale.models.attention.reference import AttentionGradients, AttentionProblem
+from freescale.models.attention.tiles import KERNELS, WIDTHS, Operands, Tile, TileKey, table_tile
 from freescale.models.attention.triton_launch import TileSchedule, attention_schedule, schedule_tiles, split_into_blocks
 from freescale.models.jagged import JaggedLayout, is_visible
-from tests.models.attention_cases import Batch, batches, errors, inputs, layout_of, upstream
+from tests.models.attention_cases import (
+    Batch,
+    as_tf32,
+    batches,
+    errors,
+    inputs,
+    layout_of,
+    random_anchors,
+    relative_error,
+    rounded_result,
+    upstream,
+)
 from tests.support.vgpu import standins
 
 SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
@@ -23,14 +40,20 @@ SHAPES = [(1, 50), (2, 25), (1, 32), (4, 64)]
 EDGES = [31, 32, 33, 63, 64, 65, 96]
 
 
-def by_kernels(batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """Return the relative errors of the kernels: output and every gradient."""
+def by_kernels(
+    batch: Batch, heads: int, width: int, dtype: torch.dtype = torch.float32, tile: Tile | None = None
+) -> dict[str, float]:
+    """Return the relative errors of the kernels: output and every gradient; `tile`: by default that of the table."""
     from freescale.models.attention import triton_launch
 
     torch.set_num_threads(1)
     layout = layout_of(*batch)
     x = inputs(layout, heads=heads, width=width, dtype=dtype, longest=max([1, *batch.lengths]))
-    return errors(triton_launch.forward(x), triton_launch.backward(x, upstream(x.v)), x, layout)
+    if not layout.tokens:
+        return errors(triton_launch.forward(x), triton_launch.backward(x, upstream(x.v)), x, layout)
+    d_q, d_position, d_time = triton_launch.backward_rows(x, upstream(x.v), tile)
+    d_k, d_v = triton_launch.backward_columns(x, upstream(x.v), tile)
+    return errors(triton_launch.forward(x, tile), AttentionGradients(d_q, d_k, d_v, d_position, d_time), x, layout)
 
 
 def require_within(found: dict[str, float], limit: float) -> None:
@@ -66,6 +89,91 @@ def test_kernels_equal_the_reference_on_one_long_sample_among_short_ones(
 def test_kernels_equal_the_reference_in_fp16(interpreter: ProcessPoolExecutor) -> None:
     """bf16 runs the same code, but the interpreter of Triton 3.9 multiplies its bits instead of its values."""
     require_within(interpreter.submit(by_kernels, Batch([130, 7], [9, 2]), 1, 32, torch.float16).result(), 1e-3)
+
+
+SHAPES_OF_TILES = sorted(
+    {
+        table_tile(TileKey(kernel, operands, width), architecture)[:2]
+        for kernel, operands, width, architecture in product(KERNELS, get_args(Operands), WIDTHS, (80, 90, 100, 120))
+    }
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_TILES)
+def test_every_tile_of_the_table_equals_the_reference(
+    interpreter: ProcessPoolExecutor, whole_form: bool, shape: tuple[int, int]
+) -> None:
+    tile = Tile(*shape, 4, 1)
+    anchored = Batch([140, 7, 0, 70], [30, 2, 0, 70], random_anchors([140, 7, 0, 70], [30, 2, 0, 70], seed=1))
+    kinds = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
+    cases = list(product((Batch([300, 1, 65]), anchored), WIDTHS, kinds)) if whole_form else [(anchored, 16, kinds[0])]
+    runs = [
+        (interpreter.submit(by_kernels, batch, 1, width, dtype, tile), limit) for batch, width, (dtype, limit) in cases
+    ]
+    for run, limit in runs:
+        require_within(run.result(), limit)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "limit"),
+    [
+        pytest.param(lambda x: x.half().double(), 1e-3, id="fp16"),
+        pytest.param(lambda x: x.bfloat16().double(), 8e-3, id="bf16"),
+        pytest.param(as_tf32, 2e-3, id="tf32"),
+    ],
+)
+def test_rounded_operands_of_tensor_cores_cost_few_digits(rounded: Callable[[Tensor], Tensor], limit: float) -> None:
+    """The interpreter runs neither bf16 nor TF32, so their errors are those of rounded operands in fp64."""
+    layout = layout_of([200, 9], [20, 3])
+    x = inputs(layout, heads=2, width=64, dtype=torch.float32, longest=200)
+    found = errors(*rounded_result(x, layout, rounded), x, layout)
+    require_within(found, limit)
+    assert max(found.values()) > limit / 20  # some are rounded
+    require_within(errors(*rounded_result(x, layout, lambda x: x), x, layout), 1e-12)
+
+
+def rounding_of_kernels(batch: Batch) -> dict[str, float]:
+    """Return how far the kernels in fp16 are from fp64 with operands rounded to fp16."""
+    from freescale.models.attention import triton_launch
+
+    torch.set_num_threads(1)
+    layout = layout_of(*batch)
+    x = inputs(layout, heads=1, width=32, dtype=torch.float16, longest=max(batch.lengths))
+    out, gradients = rounded_result(x, layout, lambda x: x.half().double())
+    found = triton_launch.backward(x, upstream(x.v))
+    pairs = {"out": (triton_launch.forward(x), out), "q": (found.q, gradients.q), "k": (found.k, gradients.k)}
+    return {name: relative_error(*(one.half().double() for one in pair)) for name, pair in pairs.items()}
+
+
+def test_kernels_round_operands_only(interpreter: ProcessPoolExecutor) -> None:
+    """Results are those of rounded operands, apart from neighbouring values of fp16 where fp32 sums differ."""
+    require_within(interpreter.submit(rounding_of_kernels, Batch([130, 7], [9, 2])).result(), 1e-4)
+
+
+def tuned_in_the_interpreter(usable: list[Tile], broken: Tile) -> list[TileTiming]:
+    """Time tiles on a tiny batch, among them one with a wrong forward pass."""
+    from freescale.bench import attention_tuning
+    from freescale.models.attention import triton_launch
+
+    forward = triton_launch.forward
+    triton_launch.forward = lambda x, tile: forward(x, tile) * (1.01 if tile == broken else 1)
+    sizes = {"heads": 1, "width": 16, "dtype": torch.float32, "device": torch.device("cpu")}
+    problem = AttentionProblem.random([20, 3], **sizes)  # type: ignore[arg-type]
+    try:
+        return attention_tuning.tune(problem, rounds=1, tiles=lambda _: [*usable, broken])
+    finally:
+        triton_launch.forward = forward
+
+
+def test_tuning_times_tiles_and_leaves_out_those_that_fail(interpreter: ProcessPoolExecutor) -> None:
+    usable, broken, impossible = Tile(16, 16, 4, 1), Tile(64, 32, 4, 1), Tile(48, 48, 4, 1)
+    timings = interpreter.submit(tuned_in_the_interpreter, [usable, impossible], broken).result()
+    failures = {(timing.key.kernel, timing.tile): timing.failure for timing in timings}
+    assert "off by 1e-02" in failures["forward", broken]
+    assert all(failures[kernel, impossible] for kernel in KERNELS)
+    assert not any(failures[kernel, usable] for kernel in KERNELS)
+    assert all((timing.seconds < float("inf")) == (not timing.failure) for timing in timings)
+    assert {key.kernel for key in fastest_tiles(timings)} == set(KERNELS)
 
 
 def sums_of_halves(length: int) -> dict[str, tuple[float, float]]:
@@ -105,52 +213,59 @@ def test_kernels_accumulate_fp16_in_fp32(interpreter: ProcessPoolExecutor) -> No
 
 
 @settings(max_examples=60)
-@given(batch=batches(edges=EDGES, most=900, samples=12), programs=st.integers(1, 40))
-def test_every_visible_tile_is_scheduled_once_and_evenly(batch: Batch, programs: int) -> None:
-    layout, block = layout_of(*batch), 32
+@given(
+    batch=batches(edges=EDGES, most=900, samples=12),
+    programs=st.integers(1, 40),
+    sizes=st.sampled_from([(16, 16), (32, 32), (64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]),
+)
+def test_every_visible_tile_is_scheduled_once_and_evenly(batch: Batch, programs: int, sizes: tuple[int, int]) -> None:
+    layout = layout_of(*batch)
     if not batch.lengths:
         return
-    work = attention_schedule(layout.spans, layout.limits, block, programs)
+    work = attention_schedule(layout.spans, layout.limits, *sizes, programs)
     for dealt, by_row in ((work.rows, True), (work.columns, False)):
-        assert sorted(visited_tiles(dealt, by_row=by_row)) == visible_tiles(layout, block)
+        assert sorted(visited_tiles(dealt, sizes, by_row=by_row)) == visible_tiles(layout, sizes, by_row=by_row)
         items = dealt.items
         loads = ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1)
         assert loads.max() <= 1.25 * loads.double().mean() + 1, by_row
 
 
-def visited_tiles(schedule: TileSchedule, *, by_row: bool) -> list[tuple[int, int, int]]:
-    """Return sample, block of queries and block of keys of all tiles, as the kernels read them from a schedule."""
+def visited_tiles(schedule: TileSchedule, sizes: tuple[int, int], *, by_row: bool) -> list[tuple[int, int, int]]:
+    """Return sample, block and tile of all visits, as the kernels read them from a schedule; `sizes`: of both."""
     tiles = []
     for sample, block, begin, end, _, near, jump in schedule.items.flatten(0, 1).tolist():
+        own = 0 if by_row else block * sizes[0] // sizes[1]
         for tile in range(begin, end) if sample >= 0 else ():
-            other = tile + (0 if tile < near else jump)
-            tiles.append((sample, block, other) if by_row else (sample, block + other, block))
+            tiles.append((sample, block, own + tile + (0 if tile < near else jump)))
     return tiles
 
 
-def visible_tiles(layout: JaggedLayout, block: int) -> list[tuple[int, int, int]]:
-    """Return the tiles with a visible pair, pair by pair."""
+def visible_tiles(layout: JaggedLayout, sizes: tuple[int, int], *, by_row: bool) -> list[tuple[int, int, int]]:
+    """Return sample, block and tile of all visits that have a visible pair, pair by pair."""
     tiles = []
     for sample, (first, length, _) in enumerate(layout.spans.tolist()):
-        place = torch.arange(-(-length // block) * block)
+        place = torch.arange(-(-length // sizes[0]) * sizes[0])
         limit = F.pad(layout.limits[first : first + length], (0, len(place) - length))
         seen = is_visible(place[:, None], place[None, :], limit[:, None]) & (place[:, None] < length)
-        seen = seen.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1)
+        seen = seen if by_row else seen.T
+        seen = seen.unflatten(0, (-1, sizes[0])).unflatten(2, (-1, sizes[1])).any(3).any(1)
         tiles += [(sample, *tile) for tile in seen.nonzero().tolist()]
     return tiles
 
 
-def test_anchors_out_of_order_cost_tiles_but_lose_none() -> None:
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 32)])
+def test_anchors_out_of_order_cost_tiles_but_lose_none(sizes: tuple[int, int]) -> None:
     layout = layout_of([300], [100], [180] * 40 + [3] * 60)
-    work = attention_schedule(layout.spans, layout.limits, 32, 8)
+    work = attention_schedule(layout.spans, layout.limits, *sizes, 8)
     for schedule, by_row in ((work.rows, True), (work.columns, False)):
-        assert set(visited_tiles(schedule, by_row=by_row)) >= set(visible_tiles(layout, 32))
+        visited = set(visited_tiles(schedule, sizes, by_row=by_row))
+        assert visited >= set(visible_tiles(layout, sizes, by_row=by_row))
 
 
 def test_the_schedule_follows_the_limits_of_a_batch_that_has_the_same_spans() -> None:
     whole, anchored = layout_of([300], [100]), layout_of([300], [100], [3] * 100)
     counts = [
-        len(visited_tiles(attention_schedule(whole.spans, limits, 32, 8).columns, by_row=False))
+        len(visited_tiles(attention_schedule(whole.spans, limits, 32, 32, 8).columns, (32, 32), by_row=False))
         for limits in (whole.limits, anchored.limits, whole.limits)
     ]
     assert counts[0] == counts[2] > counts[1]
@@ -158,7 +273,7 @@ def test_the_schedule_follows_the_limits_of_a_batch_that_has_the_same_spans() ->
 
 def test_parts_of_a_split_block_are_joined_once_each() -> None:
     layout = layout_of([2000, 5])
-    blocks = split_into_blocks(layout.spans, layout.limits, block_size=32)
+    blocks = split_into_blocks(layout.spans, layout.limits, block=32, tile=32)
     dealt = schedule_tiles(blocks, blocks.rows, programs=64)
     slots = dealt.items[..., 4][dealt.items[..., 0] >= 0]
     joined = [

@@ -42,8 +42,8 @@ def compare(
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in competitors}
     order = [competitor for _ in range(rounds) for competitor in competitors.items()]
     for name, run in track(order, "timing attention", unit="turns", in_background=False):
-        dense_seconds = _seconds(dense, device)
-        times[name].append((_seconds(lambda run=run: run(problem), device), dense_seconds))
+        dense_seconds = timed_seconds(dense, device)
+        times[name].append((timed_seconds(lambda run=run: run(problem), device), dense_seconds))
     results = {
         name: (median(seconds for seconds, _ in pairs), median(dense / seconds for seconds, dense in pairs))
         for name, pairs in times.items()
@@ -114,7 +114,8 @@ def dense_products(problem: AttentionProblem) -> Callable[[], None]:
     return run
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
+def timed_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call, until the device has finished it."""
     _synchronize(device)
     begin = time.perf_counter()
     run()

@@ -198,7 +198,7 @@ def _step_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-_ERROR_LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+_ERROR_LIMITS = {"fp32": 1e-5, "tf32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +220,10 @@ class AttentionBenchOptions:
     """Attention heads."""
     width: int = 128
     """Width of a head."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of q, k and v."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of q, k and v. tf32: products of fp32 on tensor cores."""
+    tune: Flag = False
+    """First measure tile sizes for this precision and width, and store the fastest for later runs."""
     rounds: int = 5
     """Repetitions, in turns."""
     json: Flag = False
@@ -244,25 +246,50 @@ def run_attention(argv: Sequence[str], prog: str) -> int:
         from freescale.models.attention.reference import AttentionProblem, relative_errors
 
     require_gpu(options.device)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+    if options.device == "cpu" and (options.tune or options.precision == "tf32"):
+        asked = "--tune" if options.tune else "--precision tf32"
+        raise UsageError(f"{asked} needs a GPU", remedy="add --device cuda")
+    torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision, torch.float32)
     place, size = torch.device(options.device), {"heads": options.heads, "width": options.width}
     with progress("checking attention"):
         errors = relative_errors(AttentionProblem.edge_cases(**size, dtype=kind, device=place), hstu_attention)
     correct = all(error <= _ERROR_LIMITS[options.precision] for error in errors.values())
     timed: list[AttentionTiming] = []
     left_out: dict[str, str] = {}
+    tuned: list[str] = []
     if correct:
         drawn = synthetic.draw_lengths(options.preset, options.batch, np.random.default_rng(0))
         lengths = np.minimum(drawn, options.longest).tolist()
         problem = AttentionProblem.random(lengths, **size, dtype=kind, device=place)
+        tuned = _tune(problem, options.rounds) if options.tune else []
         competitors, left_out = _competitors(problem)
         timed = attention.compare(problem, competitors, rounds=options.rounds)
     if options.json:
         timings = [asdict(timing) for timing in timed]
-        print_json({"errors": errors, "right": correct, "timed": timings, "left_out": left_out})
+        print_json({"errors": errors, "right": correct, "timed": timings, "left_out": left_out, "tuned": tuned})
     else:
+        say(*tuned)
         _print_attention(options, errors, timed, left_out)
     return 0 if correct else 1
+
+
+def _tune(problem: "AttentionProblem", rounds: int) -> list[str]:
+    """Measure and store tiles, and return what was found."""
+    from freescale.bench.attention_tuning import fastest_tiles, tune
+    from freescale.models.attention.tiles import device_profile, tiles_path, write_tiles
+
+    profile, timings = device_profile(problem.q.device), tune(problem, rounds=rounds)
+    found, path = fastest_tiles(timings), tiles_path(profile)
+    write_tiles(path, profile, found)
+    seconds = {(timing.key, timing.tile): timing.seconds for timing in timings}
+    lines = [
+        f"{key.kernel}: {tile.block} x {tile.tile}, {tile.warps} warps, {tile.stages} stages, "
+        f"{1e3 * seconds[key, tile]:.2f} ms"
+        for key, tile in found.items()
+    ]
+    failed = sum(bool(timing.failure) for timing in timings)
+    return [*lines, f"{failed} of {len(timings)} tiles cannot be used here", f"stored in {path}"]
 
 
 def _competitors(problem: "AttentionProblem") -> "tuple[dict[str, Callable[[AttentionProblem], None]], dict[str, str]]":

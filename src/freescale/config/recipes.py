@@ -55,11 +55,13 @@ RECIPES: dict[str, RunConfig] = {
     "hstu-kuairand": RunConfig(
         data=DataConfig(global_batch=8192, max_history=21_000, shards=256),
         model=ModelConfig(kind="hstu", dim=256, layers=8, heads=4),
+        train=TrainConfig(precision="bf16", tf32=True),
     ),
     "hstu-large": RunConfig(
         data=DataConfig(global_batch=8192, max_history=8192, shards=256),
         model=ModelConfig(kind="hstu", dim=512, layers=8, heads=8),
         task=TaskConfig(negatives=4),
+        train=TrainConfig(precision="bf16", tf32=True),
     ),
     "hstu-ranking-synth": RunConfig(
         data=DataConfig(global_batch=128, max_history=24, split="none"),
@@ -74,6 +76,6 @@ RECIPES: dict[str, RunConfig] = {
         task=TaskConfig(kind="ranking", labels=("label_full_listen",), anchors="labeled"),
         features=_DLRM_V4_FEATURES,
         tables=TablesConfig(optimizer="rowwise_adagrad", lr=1e-6, eps=1e-8),
-        train=TrainConfig(lr=1e-6, beta1=0.95, beta2=0.999, warmup_steps=24_000, clip=1.0, precision="bf16"),
+        train=TrainConfig(lr=1e-6, beta1=0.95, beta2=0.999, warmup_steps=24_000, clip=1.0, precision="bf16", tf32=True),
     ),
 }

@@ -296,6 +296,9 @@ class TrainConfig:
     """A dense gradient norm above this multiple of the median of the last 64 is such a fault; 0 disables this."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: autocast forward. fp64: for exactness tests; sharded tables then use plain torch instead of FBGEMM."""
+    tf32: bool = False
+    """Round the operands of fp32 matrix products to TF32 on GPUs, so that tensor cores compute them. Does not affect
+    bf16 products, nor CPUs. Set for every run, whatever the default of torch or of a container image is."""
     micro_batches: int = 1
     """Micro-batches per step and rank, of about equal cost. More use less memory; the result is the same."""
     log_every: int = 10

@@ -100,6 +100,7 @@ def build_sharded_model(
     `transport`: moves embedding rows; the world's transport by default.
     """
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
     tables = model_tables(config, model)
     if config.tables.placement == "replicated":
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)

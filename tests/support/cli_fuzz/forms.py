@@ -204,7 +204,7 @@ FORMS = {
             Option("--width", "work", ("4", "8")),
             Option("--longest", "work", ("1", "16")),
             Option("--rounds", "work", ("1",)),
-            Option("--precision", "choice", ("fp32", "bf16", "fp16")),
+            Option("--precision", "choice", ("fp32", "tf32", "bf16", "fp16")),
             _JSON,
         ),
         weight=0.4,

@@ -132,6 +132,14 @@ class AttentionProblem:
         )
 
     @property
+    def inputs(self) -> AttentionInputs:
+        """The operands of an implementation, without gradients."""
+        layout, times = self.layout, self.layout.times
+        assert times is not None
+        q, k, v, *biases = (x.detach() for x in self.leaves)
+        return AttentionInputs(q, k, v, layout.spans, layout.limits, times.query, times.event, *biases, SCALE)
+
+    @property
     def leaves(self) -> list[Tensor]:
         """The tensors that have a gradient."""
         return [self.q, self.k, self.v, self.bias.position, self.bias.time]

@@ -27,15 +27,19 @@ def _span(spans, sample):
 
 
 @triton.jit
-def _limit(limits, first, query, length):
-    """Return the limits of the queries of a sample. Queries after its end have that of the last token."""
-    return tl.load((limits + first) + tl.minimum(query, length - 1)).to(tl.int32)
+def _of_token(values, first, place, length):
+    """Return the values of places of a sample. Places after its end have that of its last token.
+
+    So tables of biases are read without a mask: every pair has a valid distance and a valid cell. Rows of q, k, v and
+    gradients after the end are 0, so their pairs add nothing.
+    """
+    return tl.load((values + first) + tl.minimum(place, length - 1))
 
 
 @triton.jit
-def _visible(query, key, limit, length):
+def _visible(query, key, limit):
     """Return whether queries of a sample attend to its keys; `limit`: of the queries."""
-    return ((key < limit) | (key == query)) & (query < length)
+    return (key < limit) | (key == query)
 
 
 @triton.jit
@@ -51,7 +55,8 @@ def _item(items, number):
 @triton.jit
 def _cell(query_time, event_time):
     """Return the leading bits of the intervals as floats: the index of the time tables."""
-    return tl.abs(query_time - event_time).to(tl.float32).to(tl.int32, bitcast=True) >> CELL_SHIFT
+    bits = (query_time - event_time).to(tl.float32).to(tl.int32, bitcast=True)
+    return (bits & 0x7FFFFFFF) >> CELL_SHIFT  # without the sign: cheaper than the absolute value of 64 bits
 
 
 @triton.jit
@@ -94,33 +99,34 @@ def _store_block(
 def forward(
     q, k, v, out, parts, spans, limits, query_time, event_time, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of every query."""
     head = tl.program_id(1)
     head_offset = head * WIDTH
-    lane = tl.arange(0, BLOCK)
-    for turn in range(turns):
+    lane, tile_lane = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    for turn in tl.range(turns, disable_licm=True):
         sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
             first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
-            limit = _limit(limits, first, query, length)
+            limit = _of_token(limits, first, query, length).to(tl.int32)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
-            query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
+            query_times = _of_token(query_time, first, query, length)
             mixed = tl.zeros([BLOCK, PADDED], tl.float32)
             for tile in range(begin_tile, end_tile):
-                key = (tile + tl.where(tile < near, 0, jump)) * BLOCK + lane
+                key = (tile + tl.where(tile < near, 0, jump)) * TILE + tile_lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
-                event_times = tl.load((event_time + first) + key, mask=valid, other=0)
-                visible = _visible(query[:, None], key[None, :], limit[:, None], length)
+                event_times = _of_token(event_time, first, key, length)
+                visible = _visible(query[:, None], key[None, :], limit[:, None])
                 distance = tl.maximum(limit[:, None] - key[None, :], 0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-                score += tl.load(position + distance, mask=visible, other=0.0)
-                score += tl.load(by_cell + _cell(query_times[:, None], event_times[None, :]), mask=visible, other=0.0)
+                score += tl.load(position + distance)
+                score += tl.load(by_cell + _cell(query_times[:, None], event_times[None, :]))
                 weights = tl.where(visible, score * tl.sigmoid(score), 0.0)
                 mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
             _store_block(out, first, parts, slot, head, query, query_valid, mixed * weight, HEADS, WIDTH, PADDED, BLOCK)
@@ -130,46 +136,43 @@ def forward(
 def backward_rows(
     q, k, v, d_out, d_q, parts, d_position, d_time, spans, limits, query_time, event_time, position, time,
     bucket_of_cell, items, q_stride, k_stride, v_stride, turns, max_distance, weight,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of queries, and this program's sums of the gradients of the biases."""
     head = tl.program_id(1)
     head_offset = head * WIDTH
     program = tl.program_id(0) * HEADS + head
-    lane = tl.arange(0, BLOCK)
-    band = tl.arange(0, 2 * BLOCK)
+    lane, tile_lane = tl.arange(0, BLOCK), tl.arange(0, TILE)
     bucket_lane = tl.arange(0, BUCKETS)
     by_bucket = tl.zeros([BUCKETS], tl.float32)
     by_distance = d_position + program.to(tl.int64) * max_distance
-    for turn in range(turns):
+    for turn in tl.range(turns, disable_licm=True):
         sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
             first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
-            limit = _limit(limits, first, query, length)
+            limit = _of_token(limits, first, query, length).to(tl.int32)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
             gradient = _load_rows(
                 d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
             )
-            query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
+            query_times = _of_token(query_time, first, query, length)
             d_queries = tl.zeros([BLOCK, PADDED], tl.float32)
             for tile in range(begin_tile, end_tile):
-                begin = (tile + tl.where(tile < near, 0, jump)) * BLOCK
-                key = begin + lane
+                begin = (tile + tl.where(tile < near, 0, jump)) * TILE
+                key = begin + tile_lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
-                event_times = tl.load((event_time + first) + key, mask=valid, other=0)
-                visible = _visible(query[:, None], key[None, :], limit[:, None], length)
+                event_times = _of_token(event_time, first, key, length)
+                visible = _visible(query[:, None], key[None, :], limit[:, None])
                 distance = tl.maximum(limit[:, None] - key[None, :], 0)
-                bucket = tl.load(
-                    bucket_of_cell + _cell(query_times[:, None], event_times[None, :]), mask=visible, other=-1
-                )
+                bucket = tl.load(bucket_of_cell + _cell(query_times[:, None], event_times[None, :]))
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-                score += tl.load(position + distance, mask=visible, other=0.0)
-                score += tl.load(time + bucket, mask=visible, other=0.0)
+                score += tl.load(position + distance)
+                score += tl.load(time + bucket)
                 gate = tl.sigmoid(score)
                 slope = gate * (1 + score * (1 - gate))
                 d_score = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
@@ -177,25 +180,26 @@ def backward_rows(
                 d_queries = tl.dot(d_score.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
 
                 # A tile has few time buckets: one or two, once it is far from the diagonal.
-                for bucket_index in range(tl.min(tl.where(visible, bucket, BUCKETS)), tl.max(bucket) + 1):
+                first_bucket = tl.min(tl.where(visible, bucket, BUCKETS))
+                for bucket_index in range(first_bucket, tl.max(tl.where(visible, bucket, -1)) + 1):
                     total = tl.sum(tl.where(bucket == bucket_index, d_score, 0.0))
                     by_bucket += tl.where(bucket_lane == bucket_index, total, 0.0)
 
-                # Pairs of equal distance lie on a diagonal: rows are shifted so that they share a column. One band of
-                # distances holds all pairs of a tile, except where anchors are far apart. The pair of a candidate with
-                # itself has distance 0, and lies on none of these diagonals.
+                # Pairs of equal distance lie on a diagonal: rows are shifted so that they share a column, one band of
+                # BLOCK distances after the other: wider bands need more registers. The pair of a candidate with itself
+                # has distance 0, and lies on none of these diagonals.
                 own_pair = (query[:, None] == key[None, :]) & (key[None, :] > limit[:, None])
                 own_total = tl.sum(tl.where(own_pair, d_score, 0.0))
                 farthest = limit - begin
-                first_distance = tl.maximum(tl.min(farthest) - (BLOCK - 1), 0)
+                first_distance = tl.maximum(tl.min(farthest) - (TILE - 1), 0)
                 last_distance = tl.maximum(tl.max(farthest), 0)
-                for nearest in range(first_distance, last_distance + 1, 2 * BLOCK):
-                    column = farthest[:, None] - (nearest + band)[None, :]
-                    shifted = tl.gather(d_score, tl.minimum(tl.maximum(column, 0), BLOCK - 1), 1)
-                    along = tl.sum(tl.where((column >= 0) & (column < BLOCK), shifted, 0.0), 0)
-                    along += tl.where(nearest + band == 0, own_total, 0.0)
-                    pointer = by_distance + nearest + band
-                    inside = nearest + band < max_distance
+                for nearest in range(first_distance, last_distance + 1, BLOCK):
+                    column = farthest[:, None] - (nearest + lane)[None, :]
+                    shifted = tl.gather(d_score, tl.minimum(tl.maximum(column, 0), TILE - 1), 1)
+                    along = tl.sum(tl.where((column >= 0) & (column < TILE), shifted, 0.0), 0)
+                    along += tl.where(nearest + lane == 0, own_total, 0.0)
+                    pointer = by_distance + nearest + lane
+                    inside = nearest + lane < max_distance
                     tl.store(pointer, tl.load(pointer, mask=inside, other=0.0) + along * weight, mask=inside)
                     tl.debug_barrier()  # the next band or tile adds to some of these with other threads
             _store_block(
@@ -208,13 +212,14 @@ def backward_rows(
 def backward_columns(
     q, k, v, d_out, d_k, d_v, parts, more_parts, spans, limits, query_time, event_time, position, by_cell, items,
     q_stride, k_stride, v_stride, turns, weight,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values. Scores are transposed: keys are the rows."""
     head = tl.program_id(1)
     head_offset = head * WIDTH
-    lane = tl.arange(0, BLOCK)
-    for turn in range(turns):
+    lane, tile_lane = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    for turn in tl.range(turns, disable_licm=True):
         sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
         if sample >= 0:
             first, length = _span(spans, sample)
@@ -222,23 +227,23 @@ def backward_columns(
             valid = key < length
             keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
             values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
-            event_times = tl.load((event_time + first) + key, mask=valid, other=0)
+            event_times = _of_token(event_time, first, key, length)
             d_keys = tl.zeros([BLOCK, PADDED], tl.float32)
             d_values = tl.zeros([BLOCK, PADDED], tl.float32)
             for tile in range(begin_tile, end_tile):
-                query = (block + tile + tl.where(tile < near, 0, jump)) * BLOCK + lane
+                query = block * BLOCK + (tile + tl.where(tile < near, 0, jump)) * TILE + tile_lane
                 query_valid = query < length
-                limit = _limit(limits, first, query, length)
+                limit = _of_token(limits, first, query, length).to(tl.int32)
                 queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
                 gradient = _load_rows(
                     d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
                 )
-                query_times = tl.load((query_time + first) + query, mask=query_valid, other=0)
-                visible = _visible(query[None, :], key[:, None], limit[None, :], length)
+                query_times = _of_token(query_time, first, query, length)
+                visible = _visible(query[None, :], key[:, None], limit[None, :])
                 distance = tl.maximum(limit[None, :] - key[:, None], 0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-                score += tl.load(position + distance, mask=visible, other=0.0)
-                score += tl.load(by_cell + _cell(query_times[None, :], event_times[:, None]), mask=visible, other=0.0)
+                score += tl.load(position + distance)
+                score += tl.load(by_cell + _cell(query_times[None, :], event_times[:, None]))
                 gate = tl.sigmoid(score)
                 weights = tl.where(visible, score * gate, 0.0)
                 d_values = tl.dot(weights.to(gradient.dtype), gradient, d_values, input_precision=PRECISION)

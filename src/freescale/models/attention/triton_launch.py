@@ -19,17 +19,11 @@ from torch import Tensor
 
 from freescale.models.attention import triton_kernels
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
+from freescale.models.attention.tiles import Operands, Tile, TileKey, select_tile
 from freescale.models.jagged import PerBatchCache, time_bucket_table
 
 TIME_PADDED = 256
-_WIDTHS = (16, 32, 64, 128, 256)
-_LAUNCH = {
-    **{("forward", False, padded): (4, 1) for padded in _WIDTHS},
-    **{("backward_columns", True, padded): (4, 1) for padded in _WIDTHS},
-    ("backward_columns", False, 16): (8, 1),
-    ("backward_columns", False, 32): (8, 1),
-}
-"""Warps and stages by kernel, whether the dtype has 16 bits, and padded width; (8, 2) for all others."""
+JOIN_WARPS = 8
 _PROGRAMS_PER_SM = 2
 _INTERPRETER_PROGRAMS = 8  # for Triton's interpreter on a CPU: several programs of each kind
 _PARTS_PER_PROGRAM = 4  # a part is at most a fourth of the work of a program
@@ -38,48 +32,58 @@ _PARTS_PER_PROGRAM = 4  # a part is at most a fourth of the work of a program
 class KernelConfig(NamedTuple):
     """The compile-time parameters of a kernel."""
 
+    kernel: str
     heads: int
     width: int
-    half: bool
-    """Whether the dtype has 16 bits; tensor cores then compute the products."""
+    operands: Operands
+    tile: Tile
 
     @staticmethod
-    def from_queries(q: Tensor) -> "KernelConfig":
-        """Return the configuration for queries [tokens, heads, width]."""
+    def for_queries(kernel: str, q: Tensor, tile: Tile | None = None) -> "KernelConfig":
+        """Return the configuration for queries [tokens, heads, width]; `tile`: by default that of the device."""
         _, heads, width = q.shape
-        return KernelConfig(heads, width, q.element_size() == 2)
+        operands = _operands(q)
+        tile = tile or select_tile(TileKey(kernel, operands, padded_width(width)), q.device)
+        return KernelConfig(kernel, heads, width, operands, tile)
 
     @property
-    def padded(self) -> int:
-        """The width rounded up to a power of 2."""
-        return max(16, triton.next_power_of_2(self.width))
+    def launch(self) -> dict[str, int]:
+        """The warps and stages of a program."""
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
 
     @property
-    def block(self) -> int:
-        """Queries and keys of a tile: fewer for wide rows, so that they fit into registers."""
-        return 32 if self.padded <= (128 if self.half else 64) else 16
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments. Products of fp32 are fp32 unless torch's setting allows TF32."""
+        constants = self.sizes | {"TILE": self.tile.tile, "PRECISION": "tf32" if self.operands == "tf32" else "ieee"}
+        return constants | ({"BUCKETS": TIME_PADDED} if self.kernel == "backward_rows" else {})
 
-    def launch(self, kernel: str) -> dict[str, int]:
-        """Return the warps and stages of a program that compile without spills (see benchmarks/kernels.py)."""
-        warps, stages = _LAUNCH.get((kernel, self.half, self.padded), (8, 2))
-        return {"num_warps": warps, "num_stages": stages}
-
-    def constants(self, kernel: str) -> dict[str, Any]:
-        """Return the constexpr arguments of a kernel. Products of fp32 are fp32, not TF32."""
-        constants = {"HEADS": self.heads, "WIDTH": self.width, "PADDED": self.padded, "BLOCK": self.block}
-        constants |= {} if kernel == "join" else {"PRECISION": "ieee"}
-        return constants | ({"BUCKETS": TIME_PADDED} if kernel == "backward_rows" else {})
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constexpr arguments of `join`, which adds the parts of this kernel."""
+        padded = padded_width(self.width)
+        return {"HEADS": self.heads, "WIDTH": self.width, "PADDED": padded, "BLOCK": self.tile.block}
 
 
-def forward(x: AttentionInputs) -> Tensor:
+def padded_width(width: int) -> int:
+    """Return the width of a head rounded up to a power of 2."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def _operands(q: Tensor) -> Operands:
+    if q.element_size() == 2:
+        return "16-bit"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+
+
+def forward(x: AttentionInputs, tile: Tile | None = None) -> Tensor:
     """Return the output of HSTU attention."""
     if not len(x.q):
         return _empty_like(x.v)
-    x = _contiguous(x)
+    x, config = _contiguous(x), KernelConfig.for_queries("forward", x.q, tile)
     q, k, v = map(_contiguous_heads, (x.q, x.k, x.v))
-    out, schedule = _empty_like(v), _schedule(x).rows
-    with _joined_parts(x, schedule, [out]) as parts:
-        _run("forward", x, schedule.items, (q, k, v, out, *parts), (x.position.float(), _time_by_cell(x)))
+    out, schedule = _empty_like(v), _schedule(x, config).rows
+    with _joined_parts(x, config, schedule, [out]) as parts:
+        _run(config, x, schedule.items, (q, k, v, out, *parts), (x.position.float(), _time_by_cell(x)))
     return out
 
 
@@ -87,47 +91,67 @@ def backward(x: AttentionInputs, d_out: Tensor) -> AttentionGradients:
     """Return the gradients of HSTU attention."""
     if not len(x.q):
         return AttentionGradients(*map(torch.zeros_like, (x.q, x.k, x.v, x.position, x.time)))
-    x = _contiguous(x)
+    d_q, d_position, d_time = backward_rows(x, d_out)
+    return AttentionGradients(d_q, *backward_columns(x, d_out), d_position, d_time)
+
+
+def backward_rows(x: AttentionInputs, d_out: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, position and time."""
+    x, config = _contiguous(x), KernelConfig.for_queries("backward_rows", x.q, tile)
     operands = (*map(_contiguous_heads, (x.q, x.k, x.v)), d_out.contiguous())
-    d_q, d_k, d_v = map(_empty_like, operands[:3])
-    (rows, columns), position = _schedule(x), x.position.float()
-    programs = len(rows.items) * x.q.shape[1]
+    d_q, schedule, position = _empty_like(operands[0]), _schedule(x, config).rows, x.position.float()
+    programs = len(schedule.items) * config.heads
     d_position = torch.zeros(programs, len(position), device=d_q.device)
     d_time = torch.empty(programs, TIME_PADDED, device=d_q.device)
-    with _joined_parts(x, rows, [d_q]) as parts:
+    with _joined_parts(x, config, schedule, [d_q]) as parts:
         tables = (position, x.time.float(), time_bucket_table(d_q.device))
-        _run("backward_rows", x, rows.items, (*operands, d_q, *parts, d_position, d_time), tables, len(position))
-    with _joined_parts(x, columns, [d_k, d_v]) as parts:
-        _run("backward_columns", x, columns.items, (*operands, d_k, d_v, *parts), (position, _time_by_cell(x)))
+        _run(config, x, schedule.items, (*operands, d_q, *parts, d_position, d_time), tables, len(position))
     d_time = d_time.sum(0)[: len(x.time)]
-    return AttentionGradients(d_q, d_k, d_v, d_position.sum(0).to(x.position.dtype), d_time.to(x.time.dtype))
+    return d_q, d_position.sum(0).to(x.position.dtype), d_time.to(x.time.dtype)
+
+
+def backward_columns(x: AttentionInputs, d_out: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v."""
+    x, config = _contiguous(x), KernelConfig.for_queries("backward_columns", x.q, tile)
+    operands = (*map(_contiguous_heads, (x.q, x.k, x.v)), d_out.contiguous())
+    d_k, d_v, schedule = _empty_like(operands[1]), _empty_like(operands[2]), _schedule(x, config).columns
+    with _joined_parts(x, config, schedule, [d_k, d_v]) as parts:
+        _run(config, x, schedule.items, (*operands, d_k, d_v, *parts), (x.position.float(), _time_by_cell(x)))
+    return d_k, d_v
 
 
 def _run(
-    name: str, x: AttentionInputs, items: Tensor, tensors: Sequence[Tensor], tables: Sequence[Tensor], *sizes: int
+    config: KernelConfig,
+    x: AttentionInputs,
+    items: Tensor,
+    tensors: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    *sizes: int,
 ) -> None:
-    config, strides = KernelConfig.from_queries(x.q), [tensor.stride(0) for tensor in tensors[:3]]
-    getattr(triton_kernels, name)[len(items), config.heads](
+    strides = [tensor.stride(0) for tensor in tensors[:3]]
+    getattr(triton_kernels, config.kernel)[len(items), config.heads](
         *tensors, x.spans, x.limits, x.query_time, x.event_time, *tables, items, *strides, items.shape[1], *sizes,
-        1.0 / x.scale, **config.constants(name), **config.launch(name),
+        1.0 / x.scale, **config.constants, **config.launch,
     )  # fmt: skip
 
 
 @contextmanager
-def _joined_parts(x: AttentionInputs, schedule: "TileSchedule", outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _joined_parts(
+    x: AttentionInputs, config: KernelConfig, schedule: "TileSchedule", outputs: Sequence[Tensor]
+) -> Iterator[list[Tensor]]:
     """Yield buffers for the parts of split blocks, then join them into `outputs`."""
-    config, slots = KernelConfig.from_queries(x.q), len(schedule.joins)
-    shape = (slots, config.heads, config.block, config.padded)
+    slots = len(schedule.joins)
+    shape = (slots, config.heads, config.tile.block, padded_width(config.width))
     buffers = [torch.empty(shape, device=x.q.device) for _ in outputs]
     yield buffers
-    settings: dict[str, Any] = config.constants("join") | config.launch("join")
+    settings: dict[str, Any] = config.sizes | {"num_warps": JOIN_WARPS}
     for buffer, out in zip(buffers, outputs, strict=True):
         triton_kernels.join[slots, config.heads](buffer, out, x.spans, schedule.joins, **settings)
 
 
-def _schedule(x: AttentionInputs) -> "AttentionSchedule":
-    programs = max(1, _programs(x.q.device) // x.q.shape[1])
-    return attention_schedule(x.spans, x.limits, KernelConfig.from_queries(x.q).block, programs)
+def _schedule(x: AttentionInputs, config: KernelConfig) -> "AttentionSchedule":
+    programs = max(1, _programs(x.q.device) // config.heads)
+    return attention_schedule(x.spans, x.limits, config.tile.block, config.tile.tile, programs)
 
 
 @lru_cache
@@ -192,38 +216,61 @@ class TokenBlocks(NamedTuple):
     block: Tensor
     """Index of the block in its sample."""
     rows: BlockTiles
-    """Tiles of keys that its queries attend to, from the first of the sample on."""
+    """Tiles of keys that its queries attend to, counted from the first of the sample."""
     columns: BlockTiles
-    """Tiles of queries that attend to its keys, from its own on."""
+    """Tiles of queries that attend to its keys, counted from its own first one."""
 
 
-def split_into_blocks(spans: Tensor, limits: Tensor, *, block_size: int) -> TokenBlocks:
-    """Divide samples [first token, length, history] with the limits of their tokens into blocks."""
-    first, length, history = spans.unbind(1)
-    blocks, history_blocks = -(-length // block_size), -(-history // block_size)
-    sample, block, valid = _repeat_index(blocks, len(limits) // block_size + len(spans))
-    place = block[:, None] * block_size + torch.arange(block_size, device=spans.device)
-    token = torch.where(place < length[sample, None], first[sample, None] + place, len(limits))
-    reach = F.pad(limits, (0, 1))[token].amax(1)  # the largest limit of the block
-    seen = -(-reach // block_size)
-    rows = BlockTiles((seen + (block >= seen)) * valid, seen, block - seen)  # the last one is its own
-    near = history_blocks[sample] - block
-    candidate_reach = torch.where(near > 0, 0, reach)  # of blocks without history
-    reached_from = _first_reaching(block * block_size, candidate_reach, sample, block, valid)
-    count = torch.where(near > 0, near + blocks[sample] - reached_from, 1)
-    columns = BlockTiles(count * valid, near, torch.where(near > 0, reached_from - history_blocks[sample], 0))
-    return TokenBlocks(sample, block, rows, columns)
+def split_into_blocks(spans: Tensor, limits: Tensor, *, block: int, tile: int) -> TokenBlocks:
+    """Divide samples [first token, length, history] with the limits of their tokens into blocks of whole tiles."""
+    blocks = _divide(spans, limits, block)
+    tiles = blocks if tile == block else _divide(spans, limits, tile)
+    length, history = spans[blocks.sample, 1], spans[blocks.sample, 2]
+    own = blocks.place * (block // tile)  # the first of its own tiles
+    own_end = torch.minimum(own + block // tile, -(-length // tile))
+    seen = torch.minimum(-(-blocks.reach // tile), own)
+    rows = BlockTiles((seen + own_end - own) * blocks.valid, seen, own - seen)
+    has_history = blocks.place * block < history
+    near_end = torch.where(has_history, torch.maximum(-(-history // tile), own_end), own_end)
+    reached_from = torch.maximum(_first_reaching(spans, blocks, tiles, block=block, tile=tile), near_end)
+    far = torch.where(has_history, -(-length // tile) - reached_from, 0)
+    columns = BlockTiles((near_end - own + far) * blocks.valid, near_end - own, (reached_from - near_end) * has_history)
+    return TokenBlocks(blocks.sample, blocks.place, rows, columns)
 
 
-def _first_reaching(key: Tensor, reach: Tensor, sample: Tensor, block: Tensor, valid: Tensor) -> Tensor:
-    """Return, for the first key of each block, the first block of the sample that reaches it, or their number.
+class _Division(NamedTuple):
+    """The blocks of all samples, padded to the largest number that the tokens allow."""
 
-    Anchors ascend, so all blocks of candidates after it reach it, too. If they do not ascend, the running maximum costs
+    sample: Tensor
+    place: Tensor
+    """Index of the block in its sample."""
+    valid: Tensor
+    reach: Tensor
+    """The largest limit of its tokens."""
+
+
+def _divide(spans: Tensor, limits: Tensor, size: int) -> _Division:
+    first, length, _ = spans.unbind(1)
+    sample, place, valid = _repeat_index(-(-length // size), len(limits) // size + len(spans))
+    within = place[:, None] * size + torch.arange(size, device=spans.device)
+    token = torch.where(within < length[sample, None], first[sample, None] + within, len(limits))
+    return _Division(sample, place, valid, F.pad(limits, (0, 1))[token].amax(1))
+
+
+def _first_reaching(spans: Tensor, blocks: _Division, tiles: _Division, *, block: int, tile: int) -> Tensor:
+    """Return, for the first key of each block, the first tile of candidates that reaches it, or the number of tiles.
+
+    Anchors ascend, so all tiles of candidates after it reach it, too. If they do not ascend, the running maximum costs
     tiles without visible pairs, but loses none.
     """
-    first_block = torch.arange(len(block), device=block.device) - block
-    base = torch.where(valid, sample, len(sample)) * (key.max() + reach.max() + 1)  # samples one after the other
-    return torch.searchsorted((base + reach).cummax(0).values, base + key, right=True) - first_block
+    key = blocks.place * block
+    reach = torch.where(tiles.place * tile < spans[tiles.sample, 2], 0, tiles.reach)  # of tiles without history
+    step = key.max() + reach.max() + 1  # samples one after the other
+    base = torch.where(tiles.valid, tiles.sample, len(spans)) * step
+    counts = -(-spans[:, 1] // tile)
+    first_tile = counts.cumsum(0) - counts
+    reaching = torch.searchsorted((base + reach).cummax(0).values, blocks.sample * step + key, right=True)
+    return reaching - first_tile[blocks.sample]
 
 
 def schedule_tiles(blocks: TokenBlocks, visited: BlockTiles, *, programs: int) -> TileSchedule:
@@ -274,11 +321,11 @@ def _joins(entries: Tensor, slot: Tensor, first: Tensor, slots: int) -> Tensor:
     return joins[:slots].int()
 
 
-def _attention_schedule(spans: Tensor, limits: Tensor, block_size: int, programs: int) -> AttentionSchedule:
-    blocks = split_into_blocks(spans, limits, block_size=block_size)
+def _attention_schedule(spans: Tensor, limits: Tensor, block: int, tile: int, programs: int) -> AttentionSchedule:
+    blocks = split_into_blocks(spans, limits, block=block, tile=tile)
     sides = blocks.rows, blocks.columns
     return AttentionSchedule(*(schedule_tiles(blocks, side, programs=programs) for side in sides))
 
 
 attention_schedule = PerBatchCache(_attention_schedule)
-"""The schedule of a batch, by limits, block size and number of programs."""
+"""The schedule of a batch, by limits, sizes of blocks and tiles, and number of programs."""
