@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freescale.hashing import splitmix64
 from freescale.models.jagged import JaggedLayout
-
-_WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64, as signed integers
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,6 @@ class Keys:
         """Draw `count` integers in [0, high) for every token."""
         words = splitmix64(self.token[:, None] ^ _lanes(salt, count, self.token.device))
         return (words & 0x7FFFFFFFFFFFFFFF) % high
-
-
-def splitmix64(z: Tensor) -> Tensor:
-    """Hash 64 bits to 64 bits, element by element (the finalizer of splitmix64)."""
-    z = z + _WEYL
-    z = (z ^ _logical_shift_right(z, 30)) * _M1
-    z = (z ^ _logical_shift_right(z, 27)) * _M2
-    return z ^ _logical_shift_right(z, 31)
-
-
-def _logical_shift_right(z: Tensor, bits: int) -> Tensor:
-    return z >> bits & ((1 << (64 - bits)) - 1)
 
 
 def _lanes(salt: int, count: int, device: torch.device) -> Tensor:
