@@ -376,6 +376,20 @@ def test_owners_of_rows_are_equally_busy_when_rows_are_dealt_by_popularity(tmp_p
     assert all(ms > 0 for ms in traffic["exposed_ms"].values())
 
 
+def test_dynamic_ids_have_slots_of_their_own_that_fbgemm_finds(tmp_path: Path, warm: WarmPython) -> None:
+    out = tmp_path / "zero_collision.json"
+    options = ["--slots", "65536", "--queries", "300000", "--rounds", "2", "--batch", "4096", "--out", out]
+    subprocess.run([warm.python, BENCHMARKS / "zero_collision.py", *options], check=True, capture_output=True)
+    *loads, fbgemm, timed = json.loads(out.read_text())["results"]
+    for result, most in zip(loads, (0.01, 0.5), strict=True):
+        assert result["collisions_among_slots"] == 0
+        assert result["percent_without_slot"] <= most < 29 < result["percent_sharing_a_row_when_hashed"]
+    assert fbgemm["different"] == 0
+    assert fbgemm["freed_slots"] > 1000
+    assert 100_000 < fbgemm["found"] < fbgemm["ids"]
+    assert set(timed["ratio_median"]) >= {"baseline again", "lookup", "assign, 10% new"}
+
+
 def test_automatic_selection_is_compared_with_every_fixed_setting(tmp_path: Path) -> None:
     out = tmp_path / "autotune.json"
     options = ["--presets", "heavy", "--ranks", "2", "--steps", "2", "--rounds", "2", "--no-real", "--samples", "4"]

@@ -26,6 +26,7 @@ _SECTIONS = {
         "integrations.pipeline.PrioritizedPipeline",
         "integrations.torchrec.PrioritizedEmbeddingSharder",
         "integrations.torchrec.TransportEmbeddingSharder",
+        "integrations.zero_collision.ZeroCollisionTable",
     ],
     "Step profile": ["bubbles.step_profiler.StepProfiler", "bubbles.recorder.record_comm_hook"],
     "Data": ["data.loader.Loader", "data.batch.Batch", "data.batch.Events"],

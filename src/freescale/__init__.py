@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from freescale.integrations.torchrec import PrioritizedEmbeddingSharder as PrioritizedEmbeddingSharder
     from freescale.integrations.torchrec import PrioritizedPipeline as PrioritizedPipeline
     from freescale.integrations.torchrec import TransportEmbeddingSharder as TransportEmbeddingSharder
+    from freescale.integrations.zero_collision import ZeroCollisionTable as ZeroCollisionTable
 
 _NAMES_BY_MODULE = {
     "balance.cost": ["Cost"],
@@ -40,6 +41,7 @@ _NAMES_BY_MODULE = {
     "data.batch": ["Batch", "Events"],
     "data.loader": ["Loader"],
     "integrations.torchrec": ["PrioritizedEmbeddingSharder", "PrioritizedPipeline", "TransportEmbeddingSharder"],
+    "integrations.zero_collision": ["ZeroCollisionTable"],
 }
 _MODULE_OF = {name: f"freescale.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
 _MODULES = ("balance", "errors", "models")

@@ -59,7 +59,7 @@ def relative_error(pair: tuple[Tensor, Tensor]) -> float:
 def hashes_by_kernel(values: Tensor) -> Tensor:
     """Return hashes by the kernel."""
     with patch.object(keyed, "uses_kernels", lambda *_: True):
-        return keyed.splitmix64(values)
+        return keyed.hash_keys(values)
 
 
 def dropout_by_kernel(x: Tensor, p: float) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from freescale.models.keyed import splitmix64
+from freescale.hashing import splitmix64
 from tests.models.fused_cases import (
     LossProblem,
     differences_from_stand_ins,

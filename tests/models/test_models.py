@@ -13,10 +13,11 @@ from freescale.config import DataConfig, FeatureConfig, ModelConfig, RunConfig, 
 from freescale.data.batch import Batch, Events
 from freescale.data.feature_schema import Feature
 from freescale.data.vocabulary import ItemVocabulary
+from freescale.hashing import splitmix64
 from freescale.models.encoders import HSTU, SASRec
 from freescale.models.heads import multi_task_loss
 from freescale.models.jagged import EventTimes, JaggedLayout
-from freescale.models.keyed import Keys, splitmix64
+from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows
 from freescale.models.retrieval import Retrieval, sampled_softmax
 from tests.models.attention_cases import LONGEST, layout_of

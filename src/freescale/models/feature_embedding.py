@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from freescale.data.batch import Batch, Events, set_group
 from freescale.data.columns import MISSING
 from freescale.data.feature_schema import HOURS, Feature, candidate_column, table_sizes
-from freescale.models.keyed import splitmix64
+from freescale.hashing import splitmix64
 from freescale.models.protocol import Rows
 
 Part = Literal["sample", "history", "candidates"]

@@ -6,7 +6,7 @@ The kernels are compiled for a GPU, or run by Triton's interpreter on a CPU (TRI
 import triton
 import triton.language as tl
 
-from freescale.models.keyed import SPLITMIX64
+from freescale.hashing import SPLITMIX64
 
 # ruff: noqa: N803, N806  compile-time constants are upper case in Triton
 

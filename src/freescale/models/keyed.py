@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.hashing import splitmix64
 from freescale.models.jagged import JaggedLayout
 from freescale.models.kernel_selection import uses_kernels
 
-SPLITMIX64 = _WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""The constants of splitmix64, as signed integers."""
 _SIGN_BITS = -0x7FFF7FFF7FFF8000
 """The highest bit of each 16 bits."""
 
@@ -31,9 +30,9 @@ class Keys:
 
         A candidate has the key that it would have in a separate sample, whose history ends at its anchor.
         """
-        run = splitmix64(torch.tensor(seed)) ^ step  # on the host
-        sample = splitmix64(sample_id ^ int(splitmix64(run)))
-        return Keys(splitmix64(sample.repeat_interleave(layout.lengths) + layout.key_position))
+        run = hash_keys(torch.tensor(seed)) ^ step  # on the host
+        sample = hash_keys(sample_id ^ int(hash_keys(run)))
+        return Keys(hash_keys(sample.repeat_interleave(layout.lengths) + layout.key_position))
 
     def dropout(self, x: Tensor, p: float, *, salt: int) -> Tensor:
         """Drop elements of [tokens, width] with probability `p`. `salt` separates the dropout sites of a model."""
@@ -48,7 +47,7 @@ class Keys:
 
     def randint(self, count: int, high: int, *, salt: int) -> Tensor:
         """Draw `count` integers in [0, high) for every token."""
-        words = splitmix64(self.token[:, None] ^ _lanes(salt, count, self.token.device))
+        words = hash_keys(self.token[:, None] ^ _lanes(salt, count, self.token.device))
         return (words & 0x7FFFFFFFFFFFFFFF) % high
 
 
@@ -73,27 +72,20 @@ class _KernelDropout(torch.autograd.Function):
 
 def kept_elements(token_keys: Tensor, width: int, *, salt: int, threshold: int) -> Tensor:
     """Return which elements of [tokens, width] dropout keeps: those whose 16 bits of a hash reach `threshold`."""
-    words = splitmix64(token_keys[:, None] ^ _lanes(salt, -(-width // 4), token_keys.device))
+    words = hash_keys(token_keys[:, None] ^ _lanes(salt, -(-width // 4), token_keys.device))
     # Four elements share a hash. A flipped highest bit lets signed integers compare as unsigned ones.
     signed = words.bitwise_xor_(_SIGN_BITS).view(torch.int16)
     return signed[:, :width] >= threshold - 0x8000
 
 
-def splitmix64(z: Tensor) -> Tensor:
-    """Hash 64 bits to 64 bits, element by element (the finalizer of splitmix64)."""
+def hash_keys(z: Tensor) -> Tensor:
+    """Hash 64 bits to 64 bits, element by element: splitmix64, on a GPU by one kernel."""
     if uses_kernels(z, "keyed randomness"):
         from freescale.models import fused_launch
 
         return fused_launch.splitmix64(z)
-    z = z + _WEYL
-    z = z.bitwise_xor_(_logical_shift_right(z, 30)).mul_(_M1)
-    z = z.bitwise_xor_(_logical_shift_right(z, 27)).mul_(_M2)
-    return z.bitwise_xor_(_logical_shift_right(z, 31))
-
-
-def _logical_shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    return splitmix64(z)
 
 
 def _lanes(salt: int, count: int, device: torch.device) -> Tensor:
-    return splitmix64(torch.arange(count, device=device) + (salt << 32))
+    return hash_keys(torch.arange(count, device=device) + (salt << 32))

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
+from freescale import hashing
 from freescale.models import keyed
 from freescale.models.fused_launch import SampledRows, TokenLosses
 
@@ -12,7 +13,7 @@ _EPS = 1e-12
 
 def splitmix64(z: Tensor) -> Tensor:
     """Hash integers."""
-    return keyed.splitmix64(z)
+    return hashing.splitmix64(z)
 
 
 def dropout(x: Tensor, token_keys: Tensor, *, salt: int, threshold: int) -> Tensor:

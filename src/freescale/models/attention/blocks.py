@@ -9,10 +9,6 @@ ctypes, and not kept on disk.
 import ctypes
 import math
 import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -35,8 +31,8 @@ from freescale.models.jagged import (
     padded_batches,
     time_bucket_table,
 )
+from freescale.native import compile_and_load
 
-_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DCELL_SHIFT={CELL_SHIFT}")
 _MIN_PARALLEL_PAIRS = 1 << 17  # fewer pairs are done before another thread has started
 _Kernel = Callable[..., None]
 _Sums = Sequence[Sequence[Tensor]]
@@ -213,20 +209,7 @@ class _PairBlock(ctypes.Structure):
 @lru_cache
 def load_library() -> ctypes.CDLL | str:
     """Compile and load pairs.c; return the reason if that fails."""
-    compiler, *options = shlex.split(os.environ.get("CC", "cc"))
-    if shutil.which(compiler) is None:
-        return "no C compiler was found"
-    with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(__file__).with_name("pairs.c"), Path(folder) / "pairs.so"
-        command = [compiler, *options, *_FLAGS, "-o", built, source, "-lm"]
-        environment = {**os.environ, "TMPDIR": folder}  # an interrupted compiler leaves no files elsewhere
-        run = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if run.returncode:
-            return f"{compiler} failed: {(run.stderr.strip().splitlines() or ['no message'])[0]}"
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError as error:
-            return f"the compiled file cannot be loaded: {error}"
+    return compile_and_load(Path(__file__).with_name("pairs.c"), [f"-DCELL_SHIFT={CELL_SHIFT}"])
 
 
 class NativePairs:
