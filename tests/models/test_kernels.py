@@ -156,7 +156,7 @@ def tuned_in_the_interpreter(usable: list[Tile], broken: Tile) -> list[TileTimin
     from freescale.models.attention import triton_launch
 
     forward = triton_launch.forward
-    triton_launch.forward = lambda x, tile: forward(x, tile) * (1.01 if tile == broken else 1)
+    triton_launch.forward = lambda x, tile=None: forward(x, tile) * (1.01 if tile == broken else 1)
     sizes = {"heads": 1, "width": 16, "dtype": torch.float32, "device": torch.device("cpu")}
     problem = AttentionProblem.random([20, 3], **sizes)  # type: ignore[arg-type]
     try:
