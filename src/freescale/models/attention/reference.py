@@ -136,8 +136,9 @@ class AttentionProblem:
         """The operands of an implementation, without gradients."""
         layout, times = self.layout, self.layout.times
         assert times is not None
-        q, k, v, *biases = (x.detach() for x in self.leaves)
-        return AttentionInputs(q, k, v, layout.spans, layout.limits, times.query, times.event, *biases, SCALE)
+        q, k, v, position, time = (x.detach() for x in self.leaves)
+        spans, limits = layout.spans, layout.limits
+        return AttentionInputs(q, k, v, spans, limits, times.query, times.event, position, time, SCALE)
 
     @property
     def leaves(self) -> list[Tensor]:
