@@ -11,7 +11,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("width", [25, 50, 64])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("width", [25, 50, 64, 128, 256])
 def test_bench_attention_ends_well(precision: str, width: int) -> None:
     assert main(["bench", "attention", "--device", "cuda", "--precision", precision, "--width", str(width)]) == 0

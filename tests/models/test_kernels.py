@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freescale.bench.attention_tuning import TileTiming, fastest_tiles
-from freescale.models.attention.reference import AttentionGradients, AttentionProblem
+from freescale.models.attention.reference import AttentionGradients, AttentionInputs, AttentionProblem
 from freescale.models.attention.tiles import KERNELS, WIDTHS, Operands, Tile, TileKey, table_tile
 from freescale.models.attention.triton_launch import TileSchedule, attention_schedule, schedule_tiles, split_into_blocks
 from freescale.models.jagged import JaggedLayout, is_visible
@@ -155,14 +155,18 @@ def tuned_in_the_interpreter(usable: list[Tile], broken: Tile) -> list[TileTimin
     from freescale.bench import attention_tuning
     from freescale.models.attention import triton_launch
 
-    forward = triton_launch.forward
-    triton_launch.forward = lambda x, tile=None: forward(x, tile) * (1.01 if tile == broken else 1)
+    right = triton_launch.forward
+
+    def forward(x: AttentionInputs, tile: Tile | None = None) -> Tensor:
+        return right(x, tile) * (1.01 if tile == broken else 1)
+
+    triton_launch.forward = forward
     sizes = {"heads": 1, "width": 16, "dtype": torch.float32, "device": torch.device("cpu")}
     problem = AttentionProblem.random([20, 3], **sizes)  # type: ignore[arg-type]
     try:
         return attention_tuning.tune(problem, rounds=1, tiles=lambda _: [*usable, broken])
     finally:
-        triton_launch.forward = forward
+        triton_launch.forward = right
 
 
 def test_tuning_times_tiles_and_leaves_out_those_that_fail(interpreter: ProcessPoolExecutor) -> None:

@@ -30,8 +30,7 @@ class DataConfig:
     longest: int = 1_000_000
     """A stored history with more events is treated as a fault in the log."""
     columns: tuple[str, ...] = ()
-    """Columns to read for a custom model, in addition to user_id, item_id, timestamp, candidate_id, labels and those of
-    [features]: lists per event or candidate, or scalars."""
+    """Further columns for a custom model, beyond those of [features]: lists per event or candidate, or scalars."""
     split: Literal["none", "last", "time"] = "last"
     """none: hold out nothing. last: hold out the last event of each user. time: hold out events from split_time on."""
     split_time: int = 0
@@ -297,8 +296,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: autocast forward. fp64: for exactness tests; sharded tables then use plain torch instead of FBGEMM."""
     tf32: bool = False
-    """Round the operands of fp32 matrix products to TF32 on GPUs, so that tensor cores compute them. Does not affect
-    bf16 products, nor CPUs. Set for every run, whatever the default of torch or of a container image is."""
+    """Tensor cores of GPUs compute fp32 matrix products, with operands cut to TF32. Does not affect bf16."""
     micro_batches: int = 1
     """Micro-batches per step and rank, of about equal cost. More use less memory; the result is the same."""
     log_every: int = 10

@@ -137,8 +137,8 @@ class AttentionProblem:
         layout, times = self.layout, self.layout.times
         assert times is not None
         q, k, v, position, time = (x.detach() for x in self.leaves)
-        where = layout.spans, layout.limits, times.query, times.event
-        return AttentionInputs(q, k, v, *where, position, time, SCALE)
+        spans, limits = layout.spans, layout.limits
+        return AttentionInputs(q, k, v, spans, limits, times.query, times.event, position, time, SCALE)
 
     @property
     def leaves(self) -> list[Tensor]:

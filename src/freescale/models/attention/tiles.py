@@ -83,7 +83,7 @@ def table_tile(key: TileKey, architecture: int) -> Tile:
         return _small(key)
     tile = 64 if key.width <= 64 and architecture >= 90 else 32  # wide rows leave fewer registers for the scores
     if key.kernel == "forward":
-        return Tile(64, tile, 4 if key.width <= 64 or (key.width == 128 and architecture >= 90) else 8, 2)
+        return Tile(64, tile, 4 if key.width <= 64 or (key.width == 128 and architecture == 100) else 8, 2)
     return Tile(64, tile, 8, 1 if key.kernel == "backward_rows" else 2)
 
 
