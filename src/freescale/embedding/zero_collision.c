@@ -2,7 +2,7 @@
  *
  * A table holds some buckets of `slots` slots and a shared row each. Rows are numbered over the whole table: those of
  * bucket b begin at b * (slots + 1). A tag, one byte of an id's hash, stands for the id of each slot: a window of 128
- * slots is two or three cache lines of tags instead of sixteen of ids. Plain C without libraries, called through ctypes.
+ * slots is two or three cache lines of tags instead of sixteen of ids. Plain C without libraries, called by ctypes.
  */
 
 #include <stdint.h>
@@ -76,7 +76,8 @@ static inline int belongs_here(const table *t, int64_t id, place p) {
 }
 
 /* The first slot in [begin, begin + count) of a bucket with this tag and id, or -1. Free slots have tag 0. */
-static inline int64_t slot_among(const table *t, int64_t bucket, int64_t begin, int64_t count, uint8_t tag, int64_t id) {
+static inline int64_t slot_among(const table *t, int64_t bucket, int64_t begin, int64_t count, uint8_t tag,
+                                 int64_t id) {
     const uint64_t low = 0x0101010101010101u, high = 0x8080808080808080u;
     for (int64_t i = 0; i < count; i += WORD) {
         uint64_t word;
@@ -157,7 +158,8 @@ int64_t find(const table *t, const int64_t *ids, int64_t count, int64_t step, in
 
 /* Keys of `count` used slots from `row` on: the smallest is evicted, NEVER is not. */
 static inline void eviction_keys(const table *t, int64_t row, int64_t count, const policy *by, int64_t *restrict keys) {
-    const int32_t *restrict last_step = t->last_step + row, *restrict time = t->time + row, *restrict uses = t->count + row;
+    const int32_t *restrict last_step = t->last_step + row, *restrict time = t->time + row;
+    const int32_t *restrict uses = t->count + row;
     int64_t newest_step = by->step - by->protected, newest_time = by->time - by->ttl;
     if (by->kind == TTL)
         for (int64_t i = 0; i < count; i++)
@@ -189,20 +191,30 @@ static int64_t row_to_take(const table *t, place p, const policy *by) {
     return p.begin + (slot < 0 ? t->slots : slot);
 }
 
+static inline void insert_one(const table *t, int64_t id, place p, const policy *by, int64_t *row, int64_t *evicted) {
+    *row = row_to_take(t, p, by);
+    *evicted = t->ids[*row];
+    if (*row == p.begin + t->slots) return;
+    t->ids[*row] = id;
+    t->tags[*row] = p.tag;
+    t->last_step[*row] = (int32_t)by->step;
+    t->time[*row] = (int32_t)by->time;
+    t->count[*row] = 1;
+}
+
 /* Give slots to ids that have none, one after the other. `evicted`: the ids that had these slots, or EMPTY. */
 void insert(const table *t, const int64_t *ids, int64_t count, const policy *by, int64_t *rows, int64_t *evicted) {
-    int64_t offset = t->first * (t->slots + 1);
+    place places[BLOCK];
     for (int64_t i = 0; i < count; i++) {
-        place p = place_of(t, ids[i]);
-        int64_t row = row_to_take(t, p, by);
-        rows[i] = offset + row;
-        evicted[i] = t->ids[row];
-        if (row == p.begin + t->slots) continue;
-        t->ids[row] = ids[i];
-        t->tags[row] = p.tag;
-        t->last_step[row] = (int32_t)by->step;
-        t->time[row] = (int32_t)by->time;
-        t->count[row] = 1;
+        if (i % BLOCK == 0)
+            for (int64_t k = 0; k < BLOCK && i + k < count; k++) {
+                places[k] = place_of(t, ids[i + k]);
+                prefetch_place(t, places[k]);
+                __builtin_prefetch(t->ids + places[k].begin + t->slots);
+                prefetch_use(t, places[k].begin + places[k].slot);
+            }
+        insert_one(t, ids[i], places[i % BLOCK], by, rows + i, evicted + i);
+        rows[i] += t->first * (t->slots + 1);
     }
 }
 

@@ -20,6 +20,7 @@ from freescale.log import warning_once
 
 _SLOTS_PER_CANDIDATE, _FEWEST_CANDIDATES = 8, 8
 _OLDEST = -(1 << 31)
+_CACHED_NUMBERS = 1 << 13  # whose hashes stay in a core's cache
 _BUCKETS_AT_ONCE = 4096  # whose masks are in memory together
 
 
@@ -235,9 +236,14 @@ def move(before: SlotArrays, old: BucketLayout, new: BucketLayout, first: int) -
 def initial_rows(ids: Tensor, dim: int, *, table: str, seed: int, deviation: float) -> Tensor:
     """Return the initial rows of ids, in fp64: a hash of (seed, table, id), whatever slot and rank they are on."""
     key = int(derive_key(seed, zlib.crc32(table.encode())).view("int64")[0])
-    number = splitmix64(ids ^ key)[:, None] + torch.arange(dim, device=ids.device)
-    unit = logical_shift_right(splitmix64(number), 11).to(torch.float64) * 2.0**-53
-    return (2.0 * unit - 1.0) * (deviation * 3.0**0.5)
+    column, scale = torch.arange(dim, device=ids.device), deviation * 3.0**0.5
+    rows = torch.empty(len(ids), dim, dtype=torch.float64, device=ids.device)
+    chunk = max(1, _CACHED_NUMBERS // dim) if ids.device.type == "cpu" else max(1, len(ids))
+    for part, values in zip(ids.split(chunk), rows.split(chunk), strict=True):
+        number = splitmix64(splitmix64(part ^ key)[:, None] + column)
+        unit = logical_shift_right(number, 11).to(torch.float64).mul_(2.0**-53)
+        torch.mul(unit.mul_(2.0).sub_(1.0), scale, out=values)
+    return rows
 
 
 def fbgemm_arguments(ids: Tensor, layout: BucketLayout) -> tuple[Tensor, Tensor]:
