@@ -18,13 +18,15 @@ SAFE = {
     "without tables": serial(sharded=False),
     "overlapped": overlapped(),
     "overlapped in parts": overlapped(micro_batches=2),
+    "serial with dynamic ids": serial(sharded=True, assigns=True),
+    "overlapped with dynamic ids": overlapped(assigns=True, micro_batches=2),
 }
 STEPS, ROWS = 9, 12
 
 
-def changed(**changes: Callable[[Operation], Operation]) -> Schedule:
-    """The overlapped schedule with some operations changed."""
-    good = overlapped()
+def changed(schedule: Schedule | None = None, /, **changes: Callable[[Operation], Operation]) -> Schedule:
+    """A schedule, by default the overlapped one, with some operations changed."""
+    good = schedule or overlapped()
     return replace(good, operations=tuple(changes[o.name](o) if o.name in changes else o for o in good.operations))
 
 
@@ -144,6 +146,57 @@ WRONG: dict[str, tuple[Schedule, str, str]] = {
 }
 
 
+DYNAMIC = overlapped(assigns=True)
+EXPIRE = Operation("expire_slots", "host", "host", changes="identities")
+WRONG |= {
+    "slots are assigned before the ids are there": (
+        changed(DYNAMIC, assign_slots=on("host", "send_ids")),
+        "assign_slots",
+        "ids",
+    ),
+    "ids arrive on another lane": (
+        changed(DYNAMIC, send_ids=on("urgent"), assign_slots=without("send_ids")),
+        "assign_slots",
+        "ids",
+    ),
+    "ids instead of rows are split": (changed(DYNAMIC, split=on("host", "assign_slots")), "split", "assign_slots"),
+    "rows of new ids are read before they are initialized": (
+        changed(DYNAMIC, look_up_exclusive=on("host", "send_split", ("update_deferred", -2))),
+        "look_up_exclusive",
+        "assign_slots",
+    ),
+    "a serial step reads rows before they are initialized": (
+        changed(serial(sharded=True, assigns=True), look_up=on("host", "assign_slots")),
+        "look_up",
+        "assign_slots",
+    ),
+    "slots of the running step are evicted": (
+        changed(DYNAMIC, assign_slots=lambda o: replace(o, writes=("collision",))),
+        "assign_slots",
+        "update_urgent",
+    ),
+    "slots are assigned two batches ahead": (
+        changed(
+            DYNAMIC,
+            **{name: lambda o: replace(o, batch=2) for name in ("prepare", "agree", "send_ids", "assign_slots")},
+        ),
+        "send_ids",
+        "ids",
+    ),
+    "one slot for the ids of assigned rows": (replace(DYNAMIC, slots={**DYNAMIC.slots, "ids": 1}), "send_ids", "ids"),
+    "identities change on two lanes": (
+        replace(DYNAMIC, operations=(*DYNAMIC.operations, EXPIRE)),
+        "assign_slots",
+        "expire_slots",
+    ),
+    "identities of a later batch change first": (
+        changed(DYNAMIC, update_deferred=on("compute"), assign_slots=on("host", "send_ids")),
+        "assign_slots",
+        "update_deferred",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", SAFE)
 def test_schedules_in_use_are_safe(name: str) -> None:
     require_safe(SAFE[name])
@@ -180,6 +233,7 @@ def stale(schedule: Schedule, seed: int) -> bool:
         "exclusive": lambda b: held[b + 1] & ~held[b],
         "urgent": lambda b: held[b + 1] & held[b + 2],
         "deferred": lambda b: held[b + 1] & ~held[b + 2],
+        "assigned": lambda b: held[b + 1] & ~held[max(0, b - 2) : b + 1].any(0),
     }
     touched: list[list[tuple[int, int, float, float]]] = [[] for _ in range(ROWS)]
     for o in schedule.operations:
@@ -187,7 +241,8 @@ def stale(schedule: Schedule, seed: int) -> bool:
             for rows, batch in itertools.product(sets, range(STEPS - 1)):
                 if (o.key, batch) in when:
                     for row in np.flatnonzero(inside[rows](batch)):
-                        touched[row].append((batch, kind, *when[o.key, batch]))
+                        phase = -1 if rows == "assigned" else kind
+                        touched[row].append((batch, phase, *when[o.key, batch]))
     for accesses in touched:
         for one, two in itertools.combinations(sorted(accesses), 2):
             if (one[1] or two[1]) and one[:2] != two[:2] and one[3] > two[2]:

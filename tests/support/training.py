@@ -134,10 +134,13 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 
 
 def held(trainer: Trainer) -> Arrays:
-    """Dense weights, the own rows of tables and of their optimizer, and the numbers of the own rows."""
+    """Dense weights, the own rows of tables and of their optimizer, own slots, and the numbers of the own rows."""
     parts, numbers = trainer.components, {}
     dense = {f"dense.{name}": value for name, value in parts.module.state_dict().items()}
     tables = {} if parts.tables is None else parts.tables.shard.state()
+    dynamic = None if parts.tables is None else parts.tables.dynamic
+    for name, state in ({} if dynamic is None else dynamic.state()).items():
+        tables[f"waiting.{name}" if ".candidate_" in name else name] = state.local
     for table in [] if parts.tables is None else parts.tables.tables:
         numbers[f"rows.{table.name}"] = table.order.rows_at(
             np.array(table.owned(parts.world.rank, parts.world.world_size), dtype=np.int64)

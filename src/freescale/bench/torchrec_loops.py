@@ -182,7 +182,7 @@ def _first_occurrence(ids: Tensor, rows: int) -> Tensor:
 def _shard_model(config: RunConfig, world: World, model: Model) -> DistributedModelParallel:
     """Shard the model, with tables planned and initialized as the trainer's."""
     tables = model_tables(config, model)
-    model_with_rows = TorchRecModel(model, embedding_collection(tables))
+    model_with_rows = TorchRecModel(model, embedding_collection(tables, world.world_size))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # TorchRec's own call of DDP
         parallel = shard_row_wise(model_with_rows, tables, config.tables, world.group, world.device)

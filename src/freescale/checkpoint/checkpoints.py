@@ -21,6 +21,7 @@ from torch import nn
 from freescale.checkpoint import tensor_files
 from freescale.checkpoint.run_folder import FACTS, checkpoint_path, complete_checkpoints, step_of
 from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, LocalRows, MismatchError
+from freescale.embedding.row_order import RowOrder
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
 from freescale.transport.c10d import C10d
@@ -161,7 +162,9 @@ def generator_tensors(rank: int) -> dict[str, LocalRows]:
 
 def _table_tensors(tables: ShardedTables, rank: int, world_size: int) -> dict[str, LocalRows]:
     position = {table.name: (table.owned(rank, world_size).start, table.order) for table in tables.tables}
-    return {f"tables.{n}": LocalRows(local, *position[n.split(".")[0]]) for n, local in tables.shard.state().items()}
+    state = {f"tables.{n}": LocalRows(local, *position[n.split(".")[0]]) for n, local in tables.shard.state().items()}
+    slots = {} if tables.dynamic is None else tables.dynamic.state()
+    return state | {f"tables.{n}": LocalRows(s.local, s.first, RowOrder(s.total, shards=1)) for n, s in slots.items()}
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:

@@ -36,6 +36,7 @@ COMMANDS = {
     "train": Command("train", "run_train", "train a recipe or a config, on one rank or many"),
     "runs": Command("report", "run_list", "list the trainings here with their progress and best metric"),
     "report": Command("report", "run_report", "where the time of a training went: table, page, trace"),
+    "tables": Command("slots", "run_tables", "what the tables with dynamic ids hold: load, age, hottest ids"),
     "simulate": Command("simulate", "run_simulate", "what other clusters and sizes would do with a run"),
     "bench transport": Command("bench", "run_transport", "speed of each transport between ranks"),
     "bench step": Command("bench", "run_step", "what each technique gains here, against TorchRec's loops"),

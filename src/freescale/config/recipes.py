@@ -1,8 +1,8 @@
 """Named recipes. Each is a complete config that can be printed, saved and run."""
 
+from freescale.config.features import FeatureConfig
 from freescale.config.schema import (
     DataConfig,
-    FeatureConfig,
     ModelConfig,
     RunConfig,
     TablesConfig,

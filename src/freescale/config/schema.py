@@ -3,12 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from freescale.errors import ConfigError
-
-
-def _require(ok: bool, key: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{key} = {value!r} is not valid", key=key, remedy=f"{key} must be {rule}")
+from freescale.config.features import FeatureConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +41,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "shards", "max_history", "longest", "oov_rows", "prefetch"):
-            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
-        _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
         valid = self.split != "time" or self.split_time > 0
-        _require(valid, "data.split_time", self.split_time, 'above 0 when data.split = "time"')
+        require(valid, "data.split_time", self.split_time, 'above 0 when data.split = "time"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +64,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        _require(self.dim % self.heads == 0, "model.heads", self.heads, f"a divisor of model.dim = {self.dim}")
-        _require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "at least 0 and below 1")
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        require(self.dim % self.heads == 0, "model.heads", self.heads, f"a divisor of model.dim = {self.dim}")
+        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,117 +104,25 @@ class TaskConfig:
     """Ranking: experts of a multi-gate mixture of experts (MMoE) before the heads; 0: heads on the encoder's output."""
 
     def __post_init__(self) -> None:
-        _require(self.negatives >= 1, "task.negatives", self.negatives, "at least 1")
-        _require(self.temperature > 0, "task.temperature", self.temperature, "above 0")
-        _require(self.anchor_step >= 1, "task.anchor_step", self.anchor_step, "at least 1")
-        _require(self.experts >= 0, "task.experts", self.experts, "0 or more")
+        require(self.negatives >= 1, "task.negatives", self.negatives, "at least 1")
+        require(self.temperature > 0, "task.temperature", self.temperature, "above 0")
+        require(self.anchor_step >= 1, "task.anchor_step", self.anchor_step, "at least 1")
+        require(self.experts >= 0, "task.experts", self.experts, "0 or more")
         ranking = self.kind == "ranking"
         valid = not ranking or len(self.labels) > 0
-        _require(valid, "task.labels", self.labels, 'the names of label columns when task.kind = "ranking"')
-        _require(len(set(self.labels)) == len(self.labels), "task.labels", self.labels, "different names")
+        require(valid, "task.labels", self.labels, 'the names of label columns when task.kind = "ranking"')
+        require(len(set(self.labels)) == len(self.labels), "task.labels", self.labels, "different names")
         valid = set(self.regression) <= set(self.labels)
-        _require(valid, "task.regression", self.regression, f"names among task.labels = {list(self.labels)}")
+        require(valid, "task.regression", self.regression, f"names among task.labels = {list(self.labels)}")
         valid = not self.weights or (len(self.weights) == len(self.labels) and min(self.weights) > 0)
-        _require(valid, "task.weights", self.weights, f"{len(self.labels)} numbers above 0, one per label, or empty")
+        require(valid, "task.weights", self.weights, f"{len(self.labels)} numbers above 0, one per label, or empty")
         valid = self.anchors == "none" or ranking
-        _require(valid, "task.anchors", self.anchors, '"none" when task.kind = "retrieval"')
-        _require(
+        require(valid, "task.anchors", self.anchors, '"none" when task.kind = "retrieval"')
+        require(
             not (self.interleave and ranking), "task.interleave", self.interleave, 'false when task.kind = "ranking"'
         )
         valid = self.anchors != "after" or self.anchor_time > 0
-        _require(valid, "task.anchor_time", self.anchor_time, 'above 0 when task.anchors = "after"')
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureConfig:
-    """A feature that the built-in models read besides the item: `[features.NAME]`, as many as needed."""
-
-    column: str = ""
-    """Column of the data. Empty: the name of the feature."""
-    scope: Literal["item", "event", "user", "context", "candidate"] = "item"
-    """item: of the item, on events and candidates; candidates have it in candidate_COLUMN. event: known only after the
-    event, such as an action or a dwell time; candidates do not have it. user: one value per row; it becomes a prefix
-    token. context: of the request, one value per row; it joins at the candidates. candidate: in candidate_COLUMN only.
-    With task.anchors, context and candidate features are event columns, read at the anchor."""
-    kind: Literal["id", "set", "number", "bits", "timestamp", "cross"] = "id"
-    """id: a categorical id. set: ids, whose rows are summed. number: see `scaling`. bits: a bit mask of actions, one
-    learned vector per bit. timestamp: seconds since 1970, as the hour of the week in UTC. cross: see `cross`."""
-    cross: tuple[str, ...] = ()
-    """Ids that are hashed together into `rows`: names of id or timestamp features of candidates or users, `item`, or
-    `user`, which is user_id. Only with kind = "cross" and scope = "context" or "candidate"; it reads no column."""
-    table: str = ""
-    """Embedding table of ids, sets, timestamps and quantiles; features that name the same table share it. Empty: one
-    table per feature."""
-    rows: int = 0
-    """Ids below this have a row of their own, others share data.oov_rows. 0: the size of the column's vocabulary."""
-    dim: int = 0
-    """Width of the table. 0: model.dim."""
-    combine: Literal["sum", "concat"] = "sum"
-    """sum: added to the embedding of the event; needs the width of the model. concat: concatenated with all others of
-    its scope, and projected to the width of the model."""
-    missing: Literal["refuse", "default"] = "refuse"
-    """Null values. refuse: the row is a fault of the data. default: ids have a row for it, a set is empty, a number is
-    the mean, quantiles have a bucket for it, and no bit is set."""
-    scaling: Literal["standardize", "quantiles"] = "standardize"
-    """Numbers. standardize: minus the mean, over the standard deviation. quantiles: the bucket among quantiles, an id.
-    Both of the training data, stored with the model."""
-    buckets: int = 64
-    """Buckets of scaling = "quantiles"."""
-    bits: int = 8
-    """Bits of a bit mask."""
-
-    @property
-    def has_table(self) -> bool:
-        """Whether the feature is looked up in an embedding table."""
-        return self.kind not in ("number", "bits") or (self.kind == "number" and self.scaling == "quantiles")
-
-    def check(self, name: str, run: "RunConfig") -> None:
-        """Refuse values that do not fit together. `name`: of the feature."""
-        key = f"features.{name}"
-        named = name.isidentifier() and name != "item"
-        _require(named, key, name, "letters, digits and underscores, and not `item`, which is the table of item_id")
-        for field_name, least in (("rows", 0), ("dim", 0), ("buckets", 2), ("bits", 1)):
-            value = getattr(self, field_name)
-            _require(value >= least, f"{key}.{field_name}", value, f"at least {least}")
-        _require(self.bits <= 63, f"{key}.bits", self.bits, "at most 63: a mask is a 64-bit integer")
-        _require(
-            self.table != "item" or self.kind in ("id", "set"), f"{key}.table", self.table, "another table: item ids"
-        )
-        width = self.dim or run.model.dim
-        fits = self.combine == "concat" or width == run.model.dim
-        rule = f'model.dim = {run.model.dim} with combine = "sum"; other widths need combine = "concat"'
-        _require(fits, f"{key}.dim", self.dim, rule)
-        valid = run.tables.placement == "replicated" or not self.has_table or width % 4 == 0
-        _require(
-            valid, f"{key}.dim", self.dim, 'a multiple of 4 when tables.placement = "sharded" (required by FBGEMM)'
-        )
-        for field_name, used in (
-            ("table", self.has_table),
-            ("rows", self.kind in ("id", "set", "cross")),
-            ("cross", self.kind == "cross"),
-        ):
-            value = getattr(self, field_name)
-            _require(used or not value, f"{key}.{field_name}", value, f'empty: kind = "{self.kind}" does not use it')
-        ranking = run.task.kind == "ranking"
-        valid = ranking or self.scope not in ("context", "candidate")
-        _require(valid, f"{key}.scope", self.scope, '"item", "event" or "user" when task.kind = "retrieval"')
-        if self.kind == "cross":
-            self._check_cross(key, run)
-
-    def _check_cross(self, key: str, run: "RunConfig") -> None:
-        """Refuse a cross of what a candidate does not have."""
-        valid = self.scope in ("context", "candidate")
-        _require(valid, f"{key}.scope", self.scope, '"context" or "candidate" with kind = "cross"')
-        _require(self.rows > 0, f"{key}.rows", self.rows, 'above 0 with kind = "cross"')
-        _require(not self.column, f"{key}.column", self.column, 'empty with kind = "cross"')
-        _require(len(self.cross) >= 2, f"{key}.cross", self.cross, "two names or more")
-        usable = {"item", "user"} | {
-            name
-            for name, feature in run.features.items()
-            if feature.kind in ("id", "timestamp") and feature.scope != "event"
-        }
-        rule = f"names among {', '.join(sorted(usable))}: ids and timestamps of candidates and users"
-        _require(usable >= set(self.cross), f"{key}.cross", self.cross, rule)
+        require(valid, "task.anchor_time", self.anchor_time, 'above 0 when task.anchors = "after"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +150,7 @@ class TablesConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "init"):
-            _require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
+            require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
 
 
 TransportName = Literal["auto", "c10d", "host_staged", "shared_memory", "copy_engine"]
@@ -314,14 +217,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "micro_batches", "log_every", "keep"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         counts = ("max_steps", "warmup_steps", "evaluate_every", "save_every")
         for name in (*counts, "clip", "spike", "final_lr", "weight_decay"):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         for name in ("lr", "timeout", "hours_between_failures"):
-            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
+            require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "at least 0 and below 1")
+            require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,9 +247,9 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         valid = not self.cost or (len(self.cost) == 3 and min(self.cost) >= 0 < max(self.cost))
-        _require(valid, "balance.cost", self.cost, "three numbers, none below 0 and not all 0")
-        _require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
-        _require(0 <= self.tolerance <= 1, "balance.tolerance", self.tolerance, "between 0 and 1")
+        require(valid, "balance.cost", self.cost, "three numbers, none below 0 and not all 0")
+        require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
+        require(0 <= self.tolerance <= 1, "balance.tolerance", self.tolerance, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,13 +276,13 @@ class RunConfig:
     """Training length, optimizer, fault handling and checkpoints."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2^63 - 1")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2^63 - 1")
         valid = self.tables.placement == "replicated" or self.model.dim % 4 == 0
         rule = 'a multiple of 4 when tables.placement = "sharded" (required by FBGEMM), or use "replicated"'
-        _require(valid, "model.dim", self.model.dim, rule)
+        require(valid, "model.dim", self.model.dim, rule)
         predicts = self.task.kind != "retrieval" or self.data.max_history >= 2
         rule = 'at least 2 when task.kind = "retrieval": the loss is that of the next event'
-        _require(predicts, "data.max_history", self.data.max_history, rule)
+        require(predicts, "data.max_history", self.data.max_history, rule)
         for name, feature in self.features.items():
             feature.check(name, self)
         self._check_shared_tables()
@@ -391,10 +294,10 @@ class RunConfig:
             if not feature.has_table:
                 continue
             other, earlier = first.setdefault(feature.table or name, (name, feature))
-            for size in ("rows", "dim"):
+            for size in ("rows", "dim", "ids", "admit_after", "eviction", "ttl"):
                 value, expected = getattr(feature, size), getattr(earlier, size)
                 rule = f"{expected} as in [features.{other}], which shares the table {feature.table or name!r}"
-                _require(value == expected, f"features.{name}.{size}", value, rule)
+                require(value == expected, f"features.{name}.{size}", value, rule)
             alike = (feature.kind in ("id", "set")) == (earlier.kind in ("id", "set"))
             rule = f"of a kind that can share the table of [features.{other}], which is {earlier.kind!r}"
-            _require(alike, f"features.{name}.kind", feature.kind, rule)
+            require(alike, f"features.{name}.kind", feature.kind, rule)

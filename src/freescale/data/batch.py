@@ -325,6 +325,12 @@ class Batch:
         return self.epoch << 32 | self.step
 
     @property
+    def latest_time(self) -> int:
+        """Time of its latest event; 0 without events."""
+        times = self.history["timestamp"]
+        return int(times.max()) if len(times) else 0
+
+    @property
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.sample_id.device

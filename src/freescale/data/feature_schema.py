@@ -124,7 +124,7 @@ class Feature(NamedTuple):
         missing = self.config.missing == "default"
         if self.config.kind == "timestamp":
             return HOURS + missing
-        if self.config.kind == "cross":
+        if self.config.kind == "cross" or self.config.ids == "dynamic":
             return self.config.rows
         return self.config.buckets + missing if self.config.kind == "number" else self.vocabulary.rows
 
@@ -148,13 +148,16 @@ def resolve_features(schema: FeatureSchema, dataset: Dataset, oov_rows: int) -> 
             what = f"two features share a table but not its size: {sizes}"
             remedy = "give both the same vocabulary: set `rows` in both, or import them as one column"
             raise ConfigError(what, key=f"features.{name}.rows", remedy=remedy)
-        vocabulary = ItemVocabulary(size, oov_rows, missing=table in missing_in)
+        dynamic = config.ids == "dynamic"
+        vocabulary = ItemVocabulary(0 if dynamic else size, oov_rows, missing=table in missing_in, dynamic=dynamic)
         resolved[name] = Feature(name, config, table, vocabulary, config.dim or schema.dim)
     return resolved
 
 
 def _vocabulary_size(name: str, config: FeatureConfig, dataset: Dataset) -> int:
     """Return the number of known ids: stated, or that of the vocabulary of the column."""
+    if config.ids == "dynamic":
+        return config.rows
     column = (config.column or name).removeprefix("candidate_")
     manifest = dataset.manifest
     recorded = manifest.features.get(column, 0) if manifest else 0

@@ -22,6 +22,8 @@ from freescale.log import warning_once
 
 VOCABULARY_FILE = "vocabulary.parquet"
 """Vocabulary of the items, beside the data."""
+MISSING_ID = -2
+"""Among dynamic ids, that of missing values."""
 _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
 
 
@@ -52,6 +54,8 @@ class ItemVocabulary(NamedTuple):
     oov_rows: int
     missing: bool = False
     """Whether missing values have a row of their own, the last one."""
+    dynamic: bool = False
+    """Whether ids get rows in training: they stay as they are, and missing values are one more id."""
 
     @property
     def rows(self) -> int:
@@ -60,6 +64,8 @@ class ItemVocabulary(NamedTuple):
 
     def map_unknown(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
         """Map out-of-vocabulary ids to the shared rows, and count them. Copies only if there are any."""
+        if self.dynamic:
+            return (np.where(ids == MISSING, MISSING_ID, ids) if self.missing else ids), 0
         unknown = ids >= self.items if self.items else np.zeros(0, dtype=bool)
         count, mapped = int(np.count_nonzero(unknown)), ids
         if count:

@@ -37,6 +37,8 @@ class AllToAllPlan(NamedTuple):
     """By table: no rank requests more rows of another one. The same on all ranks."""
     is_ascending: bool = False
     """Whether all unique ids are requested, and the owners have them in ascending order."""
+    latest: int = 0
+    """Time of the latest event of the batch on any rank, in seconds."""
     exhausted: tuple[int, ...] = ()
     """Ranks without such a batch, the same on all ranks. If there are any, no ids were sent."""
 
@@ -44,6 +46,11 @@ class AllToAllPlan(NamedTuple):
     def local_rows(self) -> dict[str, Tensor]:
         """Per table, the local rows that ranks request, by rank."""
         return dict(zip(self.tables, self.rows.split(_by_table_sizes(self.served)), strict=True))
+
+    @property
+    def local_keys(self) -> dict[str, Tensor]:
+        """Per table, `keys`."""
+        return dict(zip(self.tables, self.keys.split(_by_table_sizes(self.served)), strict=True))
 
     @property
     def index_by_table(self) -> dict[str, Tensor]:
@@ -102,33 +109,39 @@ class EmbeddingExchange:
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
         self._keys = RowKeys(tables, self._world_size)
         firsts, keys = first_rows or {}, self._keys.first_keys(self._rank)
-        self._shift = [key - firsts.get(table.name, 0) for key, table in zip(keys, tables, strict=True)]
+        shift = [key - firsts.get(table.name, 0) for key, table in zip(keys, tables, strict=True)]
+        self._shift = [0 if table.layout else value for value, table in zip(shift, tables, strict=True)]
 
-    def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False) -> AllToAllPlan:
+    def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False, time: int = 0) -> AllToAllPlan:
         """Request rows of their owners, and receive the requests of other ranks.
 
-        `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts.
+        `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts. `time`: the
+        latest event of this rank's batch. Dynamic ids come instead of rows: see `embedding.dynamic_tables`.
         """
         names = [table.name for table in self._tables]
-        keys, places = self._keys.sort([requested[name].unique for name in names])
-        counts, received = self._send_counts(self._keys.count(keys), exhausted=exhausted)
-        if ended := tuple(rank for rank, (*_, flag) in enumerate(received) if flag):
+        sorted_ids = self._keys.sort([requested[name].unique for name in names])
+        keys, places = sorted_ids.sent, sorted_ids.places
+        counts, received = self._send_counts(self._keys.count(sorted_ids.keys), exhausted=exhausted, time=time)
+        if ended := tuple(rank for rank, (*_, flag, _) in enumerate(received) if flag):
             return AllToAllPlan([], [], [], keys[:0], keys[:0], keys[:0], [], exhausted=ended)
         served = [of_rank[: len(names)] for of_rank in received]
-        largest = [max(of_table) for of_table in zip(*received, strict=True)][len(names) : -1]
+        *largest, _, latest = [max(column) for column in zip(*received, strict=True)][len(names) :]
         by_table = keys.split(_by_table_sizes(counts))
         keys = self._start_transfer(by_table, counts, served, most=sum(largest), name="ids")()
         rows = keys - spread(self._shift, _by_table_sizes(served), keys.device)
-        return AllToAllPlan(names, counts, served, rows, places, keys, largest, self._keys.is_ascending)
+        return AllToAllPlan(
+            names, counts, served, rows, places, keys, largest, is_ascending=self._keys.is_ascending, latest=latest
+        )
 
-    def _send_counts(self, counts: Tensor, *, exhausted: bool) -> tuple[Counts, Counts]:
-        """Send each rank the number of its rows, the largest such numbers of this rank, and whether it has no batch.
+    def _send_counts(self, counts: Tensor, *, exhausted: bool, time: int) -> tuple[Counts, Counts]:
+        """Send each rank the number of its rows, the largest such numbers of this rank, its latest time, and whether
+        it has no batch.
 
         `counts`: [tables, ranks]. Returns its transpose, and the numbers that ranks have sent to this one.
         """
         most = counts.amax(1, keepdim=True).expand_as(counts)
-        flag = torch.full_like(counts[:1], int(exhausted))
-        message, one_each = torch.cat([counts, most, flag]).T.contiguous(), [1] * self._world_size
+        flags = [torch.full_like(counts[:1], value) for value in (int(exhausted), time)]
+        message, one_each = torch.cat([counts, most, *flags]).T.contiguous(), [1] * self._world_size
         work = self._transport.all_to_all(message, one_each, one_each, name="id counts", most=1)
         sent, received = torch.stack([message, work.wait_on_host()]).tolist()  # the host waits
         return [of_rank[: len(counts)] for of_rank in sent], received

@@ -174,13 +174,16 @@ def fused_shard(tables: Sequence[Table], config: TablesConfig, group: ProcessGro
 
 def _sharded(tables: list[Table], config: TablesConfig, group: ProcessGroup, device: torch.device) -> Any:
     """One row-wise ShardedEmbeddingCollection."""
-    return shard_row_wise(embedding_collection(tables), tables, config, group, device, init_data_parallel=False).module
+    module = embedding_collection(tables, group.size())
+    return shard_row_wise(module, tables, config, group, device, init_data_parallel=False).module
 
 
-def embedding_collection(tables: Sequence[Table]) -> EmbeddingCollection:
+def embedding_collection(tables: Sequence[Table], world_size: int) -> EmbeddingCollection:
     """Return an unsharded collection of tables with one feature each."""
     configs = [
-        EmbeddingConfig(name=t.name, num_embeddings=t.order.positions, embedding_dim=t.dim, feature_names=[t.name])
+        EmbeddingConfig(
+            name=t.name, num_embeddings=t.allocated(world_size), embedding_dim=t.dim, feature_names=[t.name]
+        )
         for t in tables
     ]
     return EmbeddingCollection(device=torch.device("meta"), tables=configs)

@@ -27,9 +27,9 @@ class UniqueIds(NamedTuple):
     """Position of each id in `unique`, in the shape of the ids."""
 
 
-def deduplicate(ids: Tensor, *, rows: int) -> UniqueIds:
-    """Return the unique ids of a table with so many rows."""
-    if rows > _DENSE * ids.numel():
+def deduplicate(ids: Tensor, *, rows: int | None) -> UniqueIds:
+    """Return the unique ids of a table with so many rows; None: of any ids."""
+    if rows is None or rows > _DENSE * ids.numel():
         return UniqueIds(*torch.unique(ids, return_inverse=True))
     place = torch.zeros(rows, dtype=torch.int64, device=ids.device)
     place[ids] = 1
@@ -37,10 +37,20 @@ def deduplicate(ids: Tensor, *, rows: int) -> UniqueIds:
     return UniqueIds(unique, (place.cumsum(0) - 1)[ids])
 
 
-def deduplicate_tables(ids: Sequence[Tensor], *, rows: Sequence[int]) -> list[UniqueIds]:
-    """Return the unique ids of several tables with so many rows. On a device the host waits once."""
+def deduplicate_tables(ids: Sequence[Tensor], *, rows: Sequence[int | None]) -> list[UniqueIds]:
+    """Return the unique ids of several tables with so many rows; None: any ids.
+
+    On a device the host waits once for all tables with a number of rows, and once for each other one.
+    """
     if ids[0].device.type == "cpu":
         return [deduplicate(of_table, rows=count) for of_table, count in zip(ids, rows, strict=True)]
+    bounded = [(of_table, count) for of_table, count in zip(ids, rows, strict=True) if count is not None]
+    together = iter(_deduplicate_together(*zip(*bounded, strict=True)) if bounded else ())
+    pairs = zip(ids, rows, strict=True)
+    return [deduplicate(of_table, rows=None) if count is None else next(together) for of_table, count in pairs]
+
+
+def _deduplicate_together(ids: Sequence[Tensor], rows: Sequence[int]) -> list[UniqueIds]:
     sizes, first = [len(of_table) for of_table in ids], [0, *accumulate(rows)][:-1]
     ends, first_of_table, size_of_table = numbers_to_device([[0, *accumulate(sizes)], first, sizes], ids[0].device)
     table_first = first_of_table.repeat_interleave(size_of_table, output_size=sum(sizes))

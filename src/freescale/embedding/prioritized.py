@@ -34,6 +34,9 @@ class EmbeddingContext:
     """Learning rate of each table in the step that computes the batch."""
     exhausted: bool = False
     """Whether this rank has no batch: its loader has ended."""
+    step: int = 0
+    """Number of the step that computes the batch, and the time of the batch's latest event: dynamic ids record both."""
+    time: int = 0
     plan: AllToAllPlan | None = None
     shared: SharedIds | None = None
     """Which requested local rows this batch and the previous one share, in the order of the keys of their plans."""
@@ -81,7 +84,12 @@ class RowOperations:
 
     def send_ids(self, context: EmbeddingContext, lane: str) -> None:
         """Request rows of their owners."""
-        context.plan = self._tables.exchanges[lane].send_ids(context.unique_ids, exhausted=context.exhausted)
+        exchange = self._tables.exchanges[lane]
+        context.plan = exchange.send_ids(context.unique_ids, exhausted=context.exhausted, time=context.time)
+
+    def assign_slots(self, context: EmbeddingContext, _: str) -> None:
+        """Give rows to new dynamic ids."""
+        context.plan = self._tables.assign_slots(require(context.plan), step=context.step)
 
     def look_up(self, context: EmbeddingContext, _: str) -> None:
         """Read the local rows that ranks requested."""

@@ -7,16 +7,17 @@ shard in `fused`.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from freescale import deterministic
 from freescale.config import RunConfig, TablesConfig
+from freescale.embedding.dynamic_tables import DynamicTables
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
-from freescale.embedding.tables import Table, by_dim
+from freescale.embedding.tables import Table, by_dim, join
 from freescale.log import warning_once
 from freescale.transport.base import Transport
 from freescale.transport.world import World
@@ -154,11 +155,6 @@ def _joint_rows(tables: Sequence[tuple[str, Tensor, Tensor | None]]) -> JointRow
     return JointRows(first, joint, sums.as_strided((count, width), (width, 1), sums.storage_offset()))
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
-
-
 def plain_shard(tables: Sequence[Table], config: TablesConfig, world: World, dtype: torch.dtype) -> PlainShard:
     """Allocate the local rows of tables, those of one width together."""
     allocate = partial(torch.zeros, dtype=dtype, device=world.device)
@@ -175,8 +171,10 @@ def plain_shard(tables: Sequence[Table], config: TablesConfig, world: World, dty
 class ShardedTables:
     """The local rows, and an exchange per lane."""
 
-    def __init__(self, tables: Sequence[Table], shard: Shard, transport: Transport) -> None:
-        self.tables, self.shard = list(tables), shard
+    def __init__(
+        self, tables: Sequence[Table], shard: Shard, transport: Transport, dynamic: DynamicTables | None = None
+    ) -> None:
+        self.tables, self.shard, self.dynamic = list(tables), shard, dynamic
         self.exchanges = {"urgent": EmbeddingExchange(tables, transport, first_rows=shard.first_rows)}
         state = shard.state()
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
@@ -184,6 +182,10 @@ class ShardedTables:
     def add_lane(self, name: str, transport: Transport) -> None:
         """Add an exchange beside the urgent one."""
         self.exchanges[name] = EmbeddingExchange(self.tables, transport, first_rows=self.shard.first_rows)
+
+    def assign_slots(self, plan: AllToAllPlan, *, step: int) -> AllToAllPlan:
+        """Give rows to the new ones among the dynamic ids that ranks requested."""
+        return plan if self.dynamic is None else self.dynamic.assign(plan, step=step)
 
     def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
         """Read the local rows that ranks requested."""
@@ -202,11 +204,15 @@ class ShardedTables:
         """Return the rows of unique ids without an update. Collective."""
         exchange = self.exchanges["urgent"]
         plan = exchange.send_ids(unique_ids)
+        plan = plan if self.dynamic is None else self.dynamic.look_up(plan)
         return plan.in_order_of_ids(exchange.send_rows(plan, self.look_up(plan)).wait())
 
     def read_blocks(self, rank: int, world_size: int) -> dict[str, tuple[int, Tensor]]:
-        """Return the first row and the rows of this rank's block of each table, in the order of rows. Collective."""
-        blocks = [Table(table.name, table.rows, table.dim) for table in self.tables]
+        """Return the first row and the rows of this rank's block of each table, in the order of rows. Collective.
+
+        A dynamic table is in the order of its slots, with the id of each.
+        """
+        blocks = [Table(table.name, 0 if table.layout else table.rows, table.dim) for table in self.tables]
         owned = {block.name: block.owned(rank, world_size) for block in blocks}
         pieces: dict[str, list[Tensor]] = {name: [self._rows_like[name]] for name in owned}
         for begin in range(0, max(block.block(world_size) for block in blocks), _BLOCK_ROWS):
@@ -217,7 +223,20 @@ class ShardedTables:
                 unique_ids[name] = UniqueIds(ids, ids - some.start)
             for name, values in self.read(unique_ids).items():
                 pieces[name].append(values)
-        return {name: (rows.start, torch.cat(pieces[name])) for name, rows in owned.items()}
+        found = {name: (rows.start, torch.cat(pieces[name])) for name, rows in owned.items()}
+        return found if self.dynamic is None else found | self._local_slots(rank, world_size, self.dynamic)
+
+    def _local_slots(self, rank: int, world_size: int, dynamic: DynamicTables) -> dict[str, tuple[int, Tensor]]:
+        state, slots = self.shard.state(), dynamic.state()
+        found: dict[str, tuple[int, Tensor]] = {}
+        for table in self.tables:
+            if table.layout is not None:
+                first = table.owned(rank, world_size).start
+                found |= {
+                    table.name: (first, state[table.name]),
+                    f"{table.name}.ids": (first, slots[f"{table.name}.ids"].local),
+                }
+        return found
 
 
 def shard_tables(
@@ -232,12 +251,18 @@ def shard_tables(
         from freescale.embedding.fused import fused_shard  # torchrec takes seconds to import
 
         fused = fused_shard(tables, config.tables, world.group, world.device)
-        shard = PlainShard(fused.state(), config.tables)
+        # TorchRec allocates the same number of rows on every rank. Buckets may be fewer.
+        owned = {table.name: len(table.owned(world.rank, world.world_size)) for table in tables}
+        state = {name: values[: owned[name.split(".")[0]]] for name, values in fused.state().items()}
+        shard = PlainShard(state, config.tables)
     else:
         warning_once(f"tables are plain torch: FBGEMM keeps none in {str(dtype).removeprefix('torch.')}")
         shard = plain_shard(tables, config.tables, world, dtype)
     fill(tables, shard.state(), config, world)
-    return ShardedTables(tables, shard, transport)
+    if not any(table.layout for table in tables):
+        return ShardedTables(tables, shard, transport)
+    place: Any = {"rank": world.rank, "world_size": world.world_size, "first_rows": shard.first_rows}
+    return ShardedTables(tables, shard, transport, DynamicTables(tables, shard.state(), config, **place))
 
 
 def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, world: World) -> None:

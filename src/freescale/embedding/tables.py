@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from freescale.data.device_copy import numbers_to_device, to_device
 from freescale.data.order import derive_key, splitmix64
 from freescale.embedding.row_order import Owners, RowOrder, bit_reversal
+from freescale.embedding.zero_collision_layout import BucketLayout
 
 _CHUNK = 1 << 20
 
@@ -23,18 +24,29 @@ class Table(NamedTuple):
     rows: int
     dim: int
     owners: Owners = "block"
+    layout: BucketLayout | None = None
+    """Of dynamic ids: the buckets that their rows are in. Ranks own whole buckets."""
 
     @property
     def order(self) -> RowOrder:
         """The positions of its rows."""
-        return RowOrder.of(self.rows, self.owners)
+        return RowOrder.of(self.rows, "block" if self.layout else self.owners)
 
     def block(self, world_size: int) -> int:
-        """Return the positions per rank; the last ranks may own fewer. Position p belongs to rank p // block."""
+        """Return the most positions of a rank. Without a layout, position p belongs to rank p // block."""
+        if self.layout is not None:
+            return -(-self.layout.buckets // world_size) * self.layout.stride
         return -(-self.order.positions // world_size)
+
+    def allocated(self, world_size: int) -> int:
+        """Return the rows to allocate over all ranks, the same number on each, except for fewer on the last ones."""
+        return self.order.positions if self.layout is None else world_size * self.block(world_size)
 
     def owned(self, rank: int, world_size: int) -> range:
         """Return the positions of a rank."""
+        if self.layout is not None:
+            buckets, stride = self.layout.owned(rank, world_size), self.layout.stride
+            return range(buckets.start * stride, buckets.stop * stride)
         block, positions = self.block(world_size), self.order.positions
         return range(min(rank * block, positions), min((rank + 1) * block, positions))
 
@@ -68,6 +80,17 @@ class RowPositions:
         return self.order.position(rows, self._reversal)
 
 
+class SortedRequests(NamedTuple):
+    """The rows that a rank requests, by table, then by owner."""
+
+    keys: Tensor
+    """Ascending."""
+    sent: Tensor
+    """What the owner receives: the key, or a dynamic id."""
+    places: Tensor
+    """The place of each among the ids of its table."""
+
+
 class RowKeys:
     """Numbers the rows of several tables: by table, then by position. The rows of an owner in a table are a range."""
 
@@ -77,7 +100,9 @@ class RowKeys:
         self._owned = [
             [first + p for p in t.first_positions(world_size)] for t, first in zip(tables, firsts, strict=True)
         ]
-        self.is_ascending = all(order.shards == 1 for order in orders)
+        self._layouts = [table.layout for table in tables]
+        self._has_dynamic = any(layout is not None for layout in self._layouts)
+        self.is_ascending = all(order.shards == 1 for order in orders) and not self._has_dynamic
         """Whether keys ascend with the ids of a table."""
         reversals = [torch.from_numpy(bit_reversal(order.shards)) for order in orders]
         begins = [0, *accumulate(map(len, reversals))][:-1]
@@ -88,33 +113,53 @@ class RowKeys:
         parameters, owned = torch.tensor(self._parameters).T.contiguous(), torch.tensor(self._owned).flatten()
         self._constants = parameters, torch.cat(reversals), owned
 
-    def sort(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the keys of the ascending ids of each table, ascending, and the place of each among those ids."""
+    def sort(self, ids: Sequence[Tensor]) -> "SortedRequests":
+        """Return requests of the ascending ids of each table, by owner. Dynamic ids are in the order of their buckets.
+
+        The tables stay in order.
+        """
         device, sizes = ids[0].device, [len(of_table) for of_table in ids]
         if self._constants[0].device != device:
             self._constants = to_device(self._constants, device)
         parameters, reversal, _ = self._constants
+        raw = join(ids)
+        if self._has_dynamic:
+            pairs = zip(ids, self._layouts, strict=True)
+            ids = [x if layout is None else layout.bucket_of(x) * layout.stride for x, layout in pairs]
+        rows = join(ids)
         if len(ids) == 1:
-            rows, begin = ids[0], 0
+            begin: Tensor | int = 0
             mask, begin_of_reversal, per_shard, shift, first = self._parameters[0]
         else:
             numbers, counts, begins = numbers_to_device([range(len(ids)), sizes, [0, *accumulate(sizes)][:-1]], device)
-            rows, table = torch.cat([*ids]), numbers.repeat_interleave(counts, output_size=sum(sizes))
+            table = numbers.repeat_interleave(counts, output_size=sum(sizes))
             mask, begin_of_reversal, per_shard, shift, first = parameters.index_select(1, table).unbind()
             begin = begins.index_select(0, table)
         if self.is_ascending:
-            return rows + first, torch.arange(len(rows), device=device) - begin
+            return SortedRequests(rows + first, rows + first, torch.arange(len(rows), device=device) - begin)
         shard = reversal[((rows ^ (rows >> 1)) & mask) + begin_of_reversal]
-        keys, order = (shard * per_shard + (rows >> shift) + first).sort()
-        return keys, order - begin  # the tables stay in order, so that the places of a table do, too
+        keys, order = (shard * per_shard + (rows >> shift) + first).sort(stable=self._has_dynamic)
+        sent = keys
+        if self._has_dynamic:
+            dynamic = [
+                keys.new_full((size,), layout is not None, dtype=torch.bool)
+                for size, layout in zip(sizes, self._layouts, strict=True)
+            ]
+            sent = torch.where(join(dynamic), raw[order], keys)
+        return SortedRequests(keys, sent, order - begin)
 
     def count(self, keys: Tensor) -> Tensor:
         """Return how many ascending keys each rank owns: [tables, ranks]."""
         return torch.searchsorted(keys, self._constants[2]).view(len(self._owned), -1).diff()
 
-    def first_keys(self, rank: int) -> list[int]:
+    def first_keys(self, rank: int = 0) -> list[int]:
         """Return the key of the first row of a rank in each table."""
         return [of_table[rank] for of_table in self._owned]
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def by_dim(tables: Sequence[Table]) -> list[list[Table]]:

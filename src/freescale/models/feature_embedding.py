@@ -148,6 +148,8 @@ class FeatureEmbedding(nn.Module):
 
     def _ids(self, feature: Feature, column: Tensor) -> Tensor:
         """Return the table ids of a column. Ids are mapped to rows by the loader, except for users."""
+        if feature.config.ids == "dynamic":
+            return column
         if feature.column == "user_id":  # predictions and metrics need it as it is
             shared = feature.vocabulary.items + (splitmix64(column) & _POSITIVE) % feature.vocabulary.oov_rows
             return torch.where(column < feature.vocabulary.items, column, shared)

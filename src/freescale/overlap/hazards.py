@@ -12,9 +12,14 @@ from typing import NamedTuple
 from freescale.overlap.schedule import Operation, RowSet, Schedule
 
 _STEPS = 8  # more than any dependency or slot spans, so the result holds for all steps
-_BEFORE: dict[RowSet, tuple[int, bool]] = {"collision": (-1, True), "exclusive": (-1, False)}
-_MEMBERS = _BEFORE | {"urgent": (1, True), "deferred": (1, False)}
-"""For each row set: the offset of another batch, and whether the rows are in it."""
+_MEMBERS: dict[RowSet, tuple[tuple[int, bool], ...]] = {
+    "collision": ((-1, True),),
+    "exclusive": ((-1, False),),
+    "urgent": ((1, True),),
+    "deferred": ((1, False),),
+    "assigned": ((-1, False), (-2, False), (-3, False)),
+}
+"""For each row set: the offsets of other batches, and whether the rows are in them."""
 
 
 class OperationInstance(NamedTuple):
@@ -86,6 +91,7 @@ def _conflict(schedule: Schedule, a: OperationInstance, b: OperationInstance) ->
     """Return whether `b` must come first and why, if the order of two instances matters."""
     for early, late, swapped in ((a, b, False), (b, a, True)):
         reason = _row_conflict(early, late) or _fill_conflict(early, late) or _slot_conflict(schedule, early, late)
+        reason = reason or _change_conflict(early, late)
         if reason:
             return swapped, reason
     return None
@@ -96,18 +102,24 @@ def _row_conflict(early: OperationInstance, late: OperationInstance) -> str:
     a, b = early.operation, late.operation
     for early_rows, late_rows in itertools.product((*a.reads, *a.writes), (*b.reads, *b.writes)):
         wrote, writes = early_rows in a.writes, late_rows in b.writes
-        in_order = early.batch < late.batch or (early.batch == late.batch and writes and not wrote)
+        phases = _phase(early_rows, writes=wrote), _phase(late_rows, writes=writes)
+        in_order = early.batch < late.batch or (early.batch == late.batch and phases[0] < phases[1])
         if (wrote or writes) and in_order and _may_share(early.batch, early_rows, late.batch, late_rows):
             return f"it {'changes' if writes else 'reads'} {late_rows} rows, which may be {early_rows} rows of that one"
     return ""
+
+
+def _phase(rows: RowSet, *, writes: bool) -> int:
+    """Return when a batch accesses rows: it initializes them, reads them, and updates them."""
+    return 0 if rows == "assigned" else 2 if writes else 1
 
 
 def _may_share(batch: int, rows: RowSet, other: int, others: RowSet) -> bool:
     """Return whether a row can be in both sets: they agree about every batch."""
     claims: dict[int, bool] = {}
     for number, kind in ((batch, rows), (other, others)):
-        away, member = _MEMBERS[kind]
-        for about, contains in ((number, True), (number + away, member)):
+        others_of_kind = ((number + away, member) for away, member in _MEMBERS[kind])
+        for about, contains in ((number, True), *others_of_kind):
             if claims.setdefault(about, contains) != contains:
                 return False
     return True
@@ -127,4 +139,11 @@ def _slot_conflict(schedule: Schedule, early: OperationInstance, late: Operation
     touched = buffer and (buffer in early.operation.uses or buffer == early.operation.fills)
     if touched and late.batch == early.batch + schedule.slots[buffer]:
         return f"it overwrites the slot of {buffer} that is still in use there"
+    return ""
+
+
+def _change_conflict(early: OperationInstance, late: OperationInstance) -> str:
+    """Return the conflict if both change the same thing, for one batch after the other."""
+    if early.operation.changes and early.operation.changes == late.operation.changes and early.batch < late.batch:
+        return f"it changes {late.operation.changes}, which that one has to change first"
     return ""

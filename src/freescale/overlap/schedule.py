@@ -14,8 +14,9 @@ from freescale.bubbles.events import CAUSES
 
 Lane = Literal["host", "compute", "urgent", "deferred"]
 """Two lanes carry traffic: compute waits for urgent transfers; deferred ones overlap with compute and yield."""
-RowSet = Literal["collision", "exclusive", "urgent", "deferred"]
-"""Rows of a batch: also in the previous batch, or not; also in the next batch, or not."""
+RowSet = Literal["collision", "exclusive", "urgent", "deferred", "assigned"]
+"""Rows of a batch: also in the previous batch, or not; also in the next batch, or not; newly assigned to dynamic ids,
+which no batch of the last three steps has."""
 Dependency = str | tuple[str, int]
 """An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
@@ -42,6 +43,8 @@ class Operation:
     """The buffer that it writes."""
     uses: tuple[str, ...] = ()
     """Buffers that it reads."""
+    changes: str = ""
+    """What it reads and changes for one batch after the other, such as the identities of dynamic ids."""
 
     @property
     def key(self) -> str:
@@ -76,15 +79,18 @@ class Schedule:
                     raise ValueError(f"'{operation.key}' is issued before what it waits for: {key}")
 
 
-def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Schedule:
+def serial(*, sharded: bool, agrees: bool = True, assigns: bool = False, micro_batches: int = 1) -> Schedule:
     """Build the schedule without overlap. Without sharded tables there are no rows to move.
 
-    `agrees`: whether the ranks exchange the loss terms of a batch.
+    `agrees`: whether the ranks exchange the loss terms of a batch. `assigns`: whether some ids are dynamic.
     """
     agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
+    assign = _assign_slots("compute", batch=0) if assigns else ()
+    ready = assign[-1].key if assign else "send_ids"
     rows = (
         Operation("send_ids", "urgent", "ids", ("prepare",), fills="ids"),
-        Operation("look_up", "compute", "forward", ("send_ids",), reads=("collision", "exclusive"), uses=("ids",)),
+        *assign,
+        Operation("look_up", "compute", "forward", (ready,), reads=("collision", "exclusive"), uses=("ids",)),
         Operation("send_rows", "urgent", "urgent rows", ("look_up",), fills="rows"),
     )
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_rows" if sharded else "prepare"))
@@ -100,13 +106,13 @@ def serial(*, sharded: bool, agrees: bool = True, micro_batches: int = 1) -> Sch
     return Schedule((prepare, *moved, dense), {"ids": 1, "rows": 1, "gradients": 1})
 
 
-def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
+def overlapped(*, agrees: bool = True, assigns: bool = False, micro_batches: int = 1) -> Schedule:
     """Build the schedule of prioritized embedding communication (PEC).
 
     A step waits only for rows that two consecutive batches share; all others overlap with compute. Rows of the next
     batch that this one does not update are read and sent while this one is computed, once the deferred updates of the
     previous batch are applied. Gradients of rows that the next batch reads go first. The others follow during the next
-    step, and nothing is packed for them while compute waits for shared rows. `agrees`: as in `serial`.
+    step, and nothing is packed for them while compute waits for shared rows. `agrees`, `assigns`: as in `serial`.
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
@@ -114,9 +120,11 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     exclusive_updated: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
     collision_updated: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
     collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
+    assign = _assign_slots("deferred", batch=1) if assigns else ()
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
-        Operation("split", "deferred", "host", ("send_ids",), batch=1, uses=ids),
+        *assign,
+        Operation("split", "deferred", "host", (assign[-1].key if assign else "send_ids",), batch=1, uses=ids),
         Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=ids),
         Operation(
             "look_up_exclusive", "deferred", "forward", exclusive_updated, batch=1, reads=("exclusive",), uses=divided
@@ -141,6 +149,14 @@ def overlapped(*, agrees: bool = True, micro_batches: int = 1) -> Schedule:
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     operations = (prepare, *agree, *of_next, *compute, *shared, dense, *others)
     return Schedule(operations, {"ids": 2, "split": 2, "rows": 2, "gradients": 2})
+
+
+def _assign_slots(lane: Lane, *, batch: int) -> tuple[Operation, ...]:
+    """Return the operation that gives rows to new dynamic ids. It replaces the ids of the batch by rows."""
+    after: tuple[Dependency, ...] = ("send_ids",)
+    rows: tuple[RowSet, ...] = ("assigned",)
+    kept = {"writes": rows, "fills": "ids", "changes": "identities"}
+    return (Operation("assign_slots", lane, "host", after, batch=batch, uses=("ids",), **kept),)  # type: ignore[arg-type]
 
 
 def _compute(micro_batches: int, ready: tuple[Dependency, ...]) -> list[Operation]:

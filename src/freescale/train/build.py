@@ -192,8 +192,9 @@ def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting
 def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
     """Return the schedules of a step without and with overlap, checked for hazards."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
-    without = require_safe(serial(sharded=sharded, micro_batches=parts))
-    return {False: without, True: require_safe(overlapped(micro_batches=parts))}
+    assigns = any(feature.ids == "dynamic" for feature in config.features.values())
+    without = require_safe(serial(sharded=sharded, assigns=assigns, micro_batches=parts))
+    return {False: without, True: require_safe(overlapped(assigns=assigns, micro_batches=parts))}
 
 
 def _build_cost(config: RunConfig, model: Model | None) -> Cost:

@@ -215,6 +215,8 @@ class CheckpointManager:
                 change = f"resumed on {world_size} ranks a checkpoint of {facts['ranks']}"
                 warning_once(f"{change}: torch's random generators start anew")
             checkpoints.load(checkpoint, tensors)
+            if self._components.tables is not None and self._components.tables.dynamic is not None:
+                self._components.tables.dynamic.reopen()
             self._restore(facts)
         except CheckpointError as error:
             return error
@@ -237,6 +239,7 @@ class CheckpointManager:
         progress.cursor, progress.done = facts["cursor"], facts["step"]
         progress.excluded |= set(facts["left_out"])
         self._last, self._next, components.profiler.step = progress.done, 0, progress.done
+        components.step.done = progress.done
 
     @property
     def _generator(self) -> str:

@@ -17,6 +17,7 @@ from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate_tables
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
 from freescale.embedding.tables import ReplicatedTables, Table
+from freescale.embedding.zero_collision_layout import BucketLayout
 from freescale.models.protocol import Model, Rows
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
@@ -47,7 +48,9 @@ class SequenceModule(nn.Module):
         tables = self.model.tables
         flat = [[part[name].flatten() for part in ids] for name in tables]
         of_tables = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
-        found = deduplicate_tables(of_tables, rows=[rows for rows, _ in tables.values()])
+        dynamic = set() if self.sharded is None else {t.name for t in self.sharded.tables if t.layout is not None}
+        sizes = [None if name in dynamic else rows for name, (rows, _) in tables.items()]
+        found = deduplicate_tables(of_tables, rows=sizes)
         for name, (unique, index) in zip(tables, found, strict=True):
             table_ids = [part[name] for part in ids]
             positions = index.split([part.numel() for part in table_ids])
@@ -113,7 +116,12 @@ def build_sharded_model(
 
 def model_tables(config: RunConfig, model: Model) -> list[Table]:
     """Return the tables that a model needs."""
-    return [Table(name, rows, dim, config.tables.owners) for name, (rows, dim) in model.tables.items()]
+    dynamic = {feature.table or name for name, feature in config.features.items() if feature.ids == "dynamic"}
+    found = []
+    for name, (rows, dim) in model.tables.items():
+        layout = BucketLayout.of(rows) if name in dynamic else None
+        found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout))
+    return found
 
 
 def build_model(config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> Model:

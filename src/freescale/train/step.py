@@ -55,6 +55,7 @@ def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> 
         "prepare": step.prepare,
         "agree": step.agree,
         "send_ids": on_rows(RowOperations.send_ids),
+        "assign_slots": on_rows(RowOperations.assign_slots),  # with dynamic ids
         "look_up": on_rows(RowOperations.look_up),  # serial
         "send_rows": on_rows(RowOperations.send_rows),  # serial
         "split": on_rows(RowOperations.split),  # overlapped
@@ -172,6 +173,8 @@ class Step:
         self.grad_norm_monitor = GradNormMonitor(config.spike)
         self.nonfinite_samples: list[int] = []
         """Samples of this rank with a NaN or infinite loss or gradient, until the trainer has handled them."""
+        self.done = 0
+        """Steps done."""
         self.partially_applied = False
         """Whether this rank withheld row gradients in a step whose dense gradient was finite."""
         operations = operation_table(self, tables)
@@ -196,10 +199,13 @@ class Step:
         """
         state = self._runner.executor.prefetched
         if state is None or state.batch is not batch:
-            state = StepState(batch, stop)
+            state = StepState(batch, stop, EmbeddingContext(step=self.done))
         state.rates, state.embedding.lr = rates, dict.fromkeys(self._module.model.tables, rates.tables)
-        after = None if following is None else StepState(following, stop, EmbeddingContext(previous=state.embedding))
+        after = None
+        if following is not None:
+            after = StepState(following, stop, EmbeddingContext(previous=state.embedding, step=self.done + 1))
         self._runner.run(state, after)
+        self.done += 1
         if state.check is not None:
             self._read_check(state, state.check)
         return state
@@ -210,7 +216,7 @@ class Step:
         state.inputs = [self._module.model.prepare(part.to(self._world.device)) for part in parts]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
         state.unique_ids = self._module.unique_ids([inputs.ids for inputs in state.inputs])
-        state.embedding.unique_ids = state.unique_ids[0]
+        state.embedding.unique_ids, state.embedding.time = state.unique_ids[0], state.batch.on_host.latest_time
 
     def agree(self, state: StepState, operation: Operation) -> None:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""

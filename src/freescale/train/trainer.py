@@ -193,6 +193,8 @@ class Trainer:
         *sums, next_save = total[: -len(served)].tolist()
         self.checkpoints.set_next(int(next_save))
         entry = reading.entry(sums) | busiest_owner(total[-len(served) :], largest, world.world_size)
+        if self.components.tables is not None and self.components.tables.dynamic is not None:
+            entry |= self.components.tables.dynamic.reduce_counts(world.transport)
         entry |= {"lr": state.rates.dense, "tables_lr": state.rates.tables}
         self._metrics.log_progress(done, entry, seconds_left=(steps - done) * reading.seconds_per_step)
 

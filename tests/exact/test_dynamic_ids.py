@@ -1,0 +1,116 @@
+"""Dynamic ids have the same slots and rows in any schedule, on any world size, and after any restart."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from freescale.config import FeatureConfig, RunConfig, save
+from freescale.train.slot_summary import summarize_tables
+from tests.exact.test_resume import pieces
+from tests.support.datasets import lists, write_dataset
+from tests.support.ranks import Ranks
+from tests.support.training import Arrays, apart, same, small
+
+ITEMS = 40
+
+
+@pytest.fixture(scope="module")
+def drifting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log in whose order ids of artists come and go: more ids than slots, some in every step."""
+    rng = np.random.default_rng(0)
+    lengths = rng.choice([1, 2, 3, 5, 8, 20], 144).tolist()
+    total, user = sum(lengths), np.repeat(np.arange(144), lengths)
+    artist = rng.integers(0, 30, total) + 5 * user
+    artist = artist * 0x9E3779B97F4A7
+    offered = [i % 3 + 1 for i in range(144)]
+    shown = rng.integers(0, 900, sum(offered)) * 0x9E3779B97F4A7
+    table = pa.table(
+        {
+            "user_id": pa.array(np.arange(144)),
+            "item_id": lists(lengths, rng.integers(0, ITEMS, total)),
+            "timestamp": lists(lengths, 1_000_000 + 500 * np.arange(total)),
+            "artist": lists(lengths, artist),
+            "candidate_id": lists(offered, rng.integers(0, ITEMS, sum(offered))),
+            "candidate_artist": lists(offered, shown),
+            "label_click": lists(offered, rng.integers(0, 2, sum(offered))),
+        }
+    )
+    path = tmp_path_factory.mktemp("drifting") / "data"
+    write_dataset(path, table, rows_per_group=4, items=ITEMS)
+    return path
+
+
+def dynamic(path: Path, *, eviction: str = "lru", admit_after: int = 1, **changes: Any) -> RunConfig:
+    """A run of seconds with 128 slots for many more ids."""
+    task = {"kind": "ranking", "labels": ("label_click",)}
+    ttl = 20_000 if eviction == "ttl" else 0
+    feature = FeatureConfig(ids="dynamic", rows=128, eviction=eviction, ttl=ttl, admit_after=admit_after)  # type: ignore[arg-type]
+    return replace(small(path, task=task, **changes), features={"artist": feature})
+
+
+@pytest.mark.parametrize(("eviction", "admit_after"), [("lru", 1), ("ttl", 1), ("lfu", 2), ("none", 1)])
+def test_slots_and_rows_do_not_depend_on_the_world_size_and_the_schedule(
+    groups: dict[int, Ranks], drifting: Path, tmp_path: Path, eviction: str, admit_after: int
+) -> None:
+    config = dynamic(drifting, eviction=eviction, admit_after=admit_after)
+    serial = replace(config, tables=replace(config.tables, overlap="off"))
+    alone = pieces([groups[1]], serial, tmp_path / "serial", [])
+    used = alone["artist.ids"] != -1
+    assert used.sum() > 100
+    assert (alone["artist.last_step"][used].max() == 23) == (alone["artist.count"][used].max() > 1)
+    for count in (1, 2, 4):
+        other = pieces([groups[count]], config, tmp_path / f"{count}", [])
+        assert same(slots(alone), slots(other)), count
+        assert apart(alone, other) < 1e-9, count
+    assert same(alone, pieces([groups[1]], config, tmp_path / "again", []))
+
+
+def slots(arrays: Arrays) -> Arrays:
+    """The arrays of slots among those that ranks hold."""
+    return {n: a for n, a in arrays.items() if n.startswith(("artist.", "waiting.")) and n != "artist.sum"}
+
+
+def test_tables_are_described_and_their_changes_are_counted(
+    groups: dict[int, Ranks], drifting: Path, tmp_path: Path
+) -> None:
+    config = dynamic(drifting, train={"log_every": 4})
+    arrays = pieces([groups[2]], config, tmp_path / "run", [])
+    save(config, tmp_path / "run" / "config.toml")
+    ids = arrays["artist.ids"]
+    used = ids != -1
+    summary = summarize_tables(tmp_path / "run")
+    table = summary["tables"]["artist"]
+    assert (summary["step"], table["ids"], table["load"]) == (24, used.sum(), used.sum() / 128)
+    (hottest, count), *_ = table["hottest"]
+    assert arrays["artist.count"][ids == hottest] == count == arrays["artist.count"][used].max()
+    coldest, age = table["coldest"][0]
+    assert arrays["artist.last_step"][ids == coldest] == 23 - age == arrays["artist.last_step"][used].min()
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    changes = {
+        name: sum(entry[f"ids/artist/{name}"] for entry in entries if entry["kind"] == "train")
+        for name in ("new", "evicted")
+    }
+    assert changes["new"] - changes["evicted"] == used.sum()
+    assert changes["evicted"] > 100
+
+
+def test_overlapped_and_serial_steps_agree_bitwise(groups: dict[int, Ranks], drifting: Path, tmp_path: Path) -> None:
+    config = dynamic(drifting, train={"precision": "fp32"})
+    serial = replace(config, tables=replace(config.tables, overlap="off"))
+    assert same(*(pieces([groups[2]], c, tmp_path / n, []) for c, n in ((config, "overlapped"), (serial, "serial"))))
+
+
+def test_a_run_resumes_bitwise_and_on_other_world_sizes(
+    groups: dict[int, Ranks], drifting: Path, tmp_path: Path
+) -> None:
+    config = dynamic(drifting)
+    once = pieces([groups[2]], config, tmp_path / "once", [])
+    assert same(once, pieces([groups[2]] * 3, config, tmp_path / "again", [5, 9]))
+    other = pieces([groups[4], groups[2], groups[1]], config, tmp_path / "other", [7, 15])
+    assert same(slots(once), slots(other))
+    assert apart(once, other) < 1e-9
