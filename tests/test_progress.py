@@ -30,7 +30,7 @@ from freescale.progress import (
     track,
 )
 
-_BRIEF = {"config", "runs"}
+_BRIEF = {"config", "runs", "tables"}
 """Commands that never take long."""
 
 

@@ -17,7 +17,13 @@ from freescale.train.schedule_runner import ScheduleRunner
 from freescale.train.step import operation_table, split_by_cost
 from freescale.transport.selection import TransportSelection
 
-_SCHEDULES = {"replicated": serial(sharded=False), "serial": serial(sharded=True), "overlapped": overlapped()}
+_SCHEDULES = {
+    "replicated": serial(sharded=False),
+    "serial": serial(sharded=True),
+    "overlapped": overlapped(),
+    "serial with dynamic ids": serial(sharded=True, assigns=True),
+    "overlapped with dynamic ids": overlapped(assigns=True),
+}
 
 
 @pytest.mark.parametrize("schedule", _SCHEDULES.values(), ids=_SCHEDULES)

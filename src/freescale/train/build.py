@@ -170,15 +170,15 @@ def _describe_overlap(config: RunConfig, world: World, loader: Loader, sharded: 
 def expected_overlap_memory(config: RunConfig, tables: Iterable[Table], *, events: float) -> EmbeddingMemory:
     """Return the bytes that overlap holds on a rank beside the tables: ids and rows of the next batch, and gradients.
 
-    A rank holds what it receives, and what it sends to others, which is as much on average. Ids count as uniform over
-    a table: popular ones repeat, so that less is held.
+    A rank holds what it receives, and what it sends to others, which is as much on average; of ids it also holds the
+    numbers of their rows. Ids count as uniform over a table: popular ones repeat, so that less is held.
     """
     itemsize = 8 if config.train.precision == "fp64" else 4
     ids = values = 0.0
     for table in tables:
         sampled = config.task.negatives if config.task.kind == "retrieval" and table.name == "item" else 0
         distinct = table.rows * -math.expm1(-events * (1 + sampled) / max(1, table.rows))
-        ids, values = ids + 2 * distinct * 8, values + 2 * distinct * table.dim * itemsize
+        ids, values = ids + 3 * distinct * 8, values + 2 * distinct * table.dim * itemsize
     batches = 2  # the last one, whose gradients are in transfer, and the next one, whose rows are
     return EmbeddingMemory(int(batches * ids), int(values), int(values))
 

@@ -167,6 +167,7 @@ FORMS = {
         ),
         weight=9,
     ),
+    "tables": Form((_RUN,), (), (_JSON,), weight=2),
     "simulate": Form(
         (_RUN,),
         ("--gpus", "2", "--steps", "6", "--without", "priority", "--out", "page.html"),
