@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from freescale.config import FeatureConfig, RunConfig, save
 from freescale.train.slot_summary import summarize_tables
+from freescale.train.trained_model import load_config, load_trained_model
 from tests.exact.test_resume import pieces
 from tests.support.datasets import lists, write_dataset
-from tests.support.ranks import Ranks
-from tests.support.training import Arrays, apart, same, small
+from tests.support.ranks import Ranks, World
+from tests.support.training import Arrays, apart, joined, same, small
 
 ITEMS = 40
 
@@ -97,6 +100,22 @@ def test_tables_are_described_and_their_changes_are_counted(
     }
     assert changes["new"] - changes["evicted"] == used.sum()
     assert changes["evicted"] > 100
+
+
+def loaded_rows(world: World, run: str, ids: list[int]) -> NDArray[Any]:
+    """Return the rows of ids in the trained model of a run."""
+    trained = load_trained_model(Path(run), load_config(Path(run)), joined(world))
+    rows = trained.sharded.module.read_rows({"artist": torch.tensor(ids)})["artist"]
+    return rows.lookup().numpy()
+
+
+def test_a_trained_model_has_the_rows_of_its_ids(groups: dict[int, Ranks], drifting: Path, tmp_path: Path) -> None:
+    config = dynamic(drifting)
+    arrays = pieces([groups[2]], config, tmp_path / "run", [])
+    save(config, tmp_path / "run" / "config.toml")
+    used = np.flatnonzero(arrays["artist.ids"] != -1)
+    for rows in groups[2].run(loaded_rows, str(tmp_path / "run"), arrays["artist.ids"][used].tolist()):
+        assert np.array_equal(rows, arrays["artist"][used])
 
 
 def test_overlapped_and_serial_steps_agree_bitwise(groups: dict[int, Ranks], drifting: Path, tmp_path: Path) -> None:

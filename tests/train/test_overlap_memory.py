@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from freescale.data.loader import Loader
-from freescale.train.build import _events_per_rank, build, expected_overlap_memory
+from freescale.train.build import build, events_per_rank, expected_overlap_memory
 from freescale.train.step import LearningRates
 from tests.support.datasets import histories, write_dataset
 from tests.support.ranks import Ranks, World
@@ -19,7 +19,7 @@ def planned_and_held(world: World, data: str, folder: str) -> tuple[tuple[int, .
     trainer = build(config, here, Path(folder), quiet=True)
     tables = trainer.components.tables
     assert tables is not None
-    events = _events_per_rank(config, here, loader)
+    events = events_per_rank(config, here, loader)
     rates = LearningRates(dense=0.01, tables=0.1)
     batches = list(loader)
     for batch, following in zip(batches, [*batches[1:], None], strict=True):

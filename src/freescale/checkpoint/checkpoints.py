@@ -50,10 +50,12 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
-def load(checkpoint: Path, tensors: Mapping[str, LocalRows]) -> dict[str, Any]:
-    """Load a checkpoint of any world size into the given tensors; return its facts."""
+def load(checkpoint: Path, tensors: Mapping[str, LocalRows], tables: ShardedTables | None = None) -> dict[str, Any]:
+    """Load a checkpoint of any world size into the given tensors; return its facts. `tables`: those of the tensors."""
     facts = read_facts(checkpoint)
     tensor_files.read(checkpoint, facts["ranks"], tensors)
+    if tables is not None and tables.dynamic is not None:
+        tables.dynamic.reopen()
     return facts
 
 

@@ -287,6 +287,11 @@ class RunConfig:
             feature.check(name, self)
         self._check_shared_tables()
 
+    @property
+    def dynamic_tables(self) -> dict[str, FeatureConfig]:
+        """The tables with dynamic ids, each with the config of a feature that uses it."""
+        return {f.table or name: f for name, f in self.features.items() if f.ids == "dynamic"}
+
     def _check_shared_tables(self) -> None:
         """Refuse features that share a table but disagree on its size."""
         first: dict[str, tuple[str, FeatureConfig]] = {}

@@ -253,6 +253,13 @@ def _selector(begin: Ints, end: Ints) -> slice | Ints:
     return concat_ranges(begin, end - begin)
 
 
+def index_ranges(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Concatenate the ranges [first, first + count)."""
+    total = int(count.sum())
+    shift = (first - (count.cumsum(0) - count)).repeat_interleave(count, output_size=total)
+    return torch.arange(total, device=first.device) + shift
+
+
 @dataclass(frozen=True)
 class Events:
     """Jagged features as tensors: sample i owns values offsets[i] to offsets[i + 1] of each feature."""
@@ -270,9 +277,7 @@ class Events:
 
     def row_indices(self, samples: torch.Tensor) -> torch.Tensor:
         """Indices of the values of these samples."""
-        lengths = self.lengths[samples]
-        before = lengths.cumsum(0) - lengths
-        return (self.offsets[samples] - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+        return index_ranges(self.offsets[samples], self.lengths[samples])
 
     def select(self, samples: torch.Tensor) -> "Events":
         """These samples, copied."""

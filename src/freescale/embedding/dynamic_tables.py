@@ -96,10 +96,11 @@ class DynamicTables:
         world_size: int,
         first_rows: Mapping[str, int],
     ) -> None:
-        by_table = {f.table or name: f for name, f in config.features.items() if f.ids == "dynamic"}
         self._weights, self._config, self._first_rows = weights, config, first_rows
         self._owned = {
-            table.name: _OwnedIds(table, by_table[table.name], rank, world_size, weights[table.name].device)
+            table.name: _OwnedIds(
+                table, config.dynamic_tables[table.name], rank, world_size, weights[table.name].device
+            )
             for table in tables
             if table.layout is not None
         }
@@ -123,8 +124,6 @@ class DynamicTables:
         return self._with_rows(plan, lambda owned, ids: owned.ids.lookup(ids))
 
     def _with_rows(self, plan: AllToAllPlan, rows_of: Callable[[_OwnedIds, Tensor], Tensor]) -> AllToAllPlan:
-        if not self._owned:
-            return plan
         rows, keys = plan.local_rows, plan.local_keys
         for name, owned in self._owned.items():
             row = rows_of(owned, keys[name])

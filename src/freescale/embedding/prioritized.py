@@ -89,7 +89,7 @@ class RowOperations:
 
     def assign_slots(self, context: EmbeddingContext, _: str) -> None:
         """Give rows to new dynamic ids."""
-        context.plan = self._tables.assign_slots(require(context.plan), step=context.step)
+        context.plan = require(self._tables.dynamic).assign(require(context.plan), step=context.step)
 
     def look_up(self, context: EmbeddingContext, _: str) -> None:
         """Read the local rows that ranks requested."""

@@ -183,10 +183,6 @@ class ShardedTables:
         """Add an exchange beside the urgent one."""
         self.exchanges[name] = EmbeddingExchange(self.tables, transport, first_rows=self.shard.first_rows)
 
-    def assign_slots(self, plan: AllToAllPlan, *, step: int) -> AllToAllPlan:
-        """Give rows to the new ones among the dynamic ids that ranks requested."""
-        return plan if self.dynamic is None else self.dynamic.assign(plan, step=step)
-
     def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
         """Read the local rows that ranks requested."""
         return self.shard.look_up(plan.local_rows)

@@ -122,11 +122,10 @@ class RowKeys:
         if self._constants[0].device != device:
             self._constants = to_device(self._constants, device)
         parameters, reversal, _ = self._constants
-        raw = join(ids)
+        rows = raw = join(ids)
         if self._has_dynamic:
             pairs = zip(ids, self._layouts, strict=True)
-            ids = [x if layout is None else layout.bucket_of(x) * layout.stride for x, layout in pairs]
-        rows = join(ids)
+            rows = join([x if layout is None else layout.bucket_of(x) * layout.stride for x, layout in pairs])
         if len(ids) == 1:
             begin: Tensor | int = 0
             mask, begin_of_reversal, per_shard, shift, first = self._parameters[0]

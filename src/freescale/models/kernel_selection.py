@@ -12,7 +12,7 @@ def uses_kernels(x: Tensor, name: str) -> bool:
     """Return whether Triton kernels compute `name` on the device of a tensor. Logs the choice, except on a CPU."""
     if x.device.type == "cpu":
         return False
-    if _has_triton():
+    if has_triton():
         info_once(f"{name}: Triton kernels")
         return True
     warning_once(f"{name}: torch operators, because Triton for {x.device.type} is not installed; kernels launch less")
@@ -20,5 +20,6 @@ def uses_kernels(x: Tensor, name: str) -> bool:
 
 
 @lru_cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from freescale.config import RunConfig
-from freescale.data.batch import Batch
+from freescale.data.batch import Batch, index_ranges
 from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import Feature
 from freescale.models.encoders import build_encoder
@@ -89,7 +89,7 @@ class Retrieval(nn.Module):
             event, query = (tokens.place(own, (tokens.actions, times), tokens=size) for times in both)
         tokens = tokens.with_times(event, query)
         table_ids, lengths = ids.joined(self.tables, batch.history["item_id"]), batch.history.lengths
-        queries = _ranges(batch.history.offsets[:-1], (lengths - 1).clamp(min=0))
+        queries = index_ranges(batch.history.offsets[:-1], (lengths - 1).clamp(min=0))
         return RetrievalInputs(table_ids, tokens, features, None, queries, lengths.nonzero()[:, 0])
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
@@ -129,14 +129,6 @@ class Retrieval(nn.Module):
     def encode_items(self, rows: Tensor) -> Tensor:
         """Return the vectors of table rows, to compare with `encode_query`."""
         return F.normalize(rows, dim=-1)
-
-
-def _ranges(begin: Tensor, lengths: Tensor) -> Tensor:
-    """Return the numbers begin[i] to begin[i] + lengths[i], for every i."""
-    total = lengths.cumsum(0)
-    count = int(total[-1]) if len(total) else 0
-    shift = (begin - (total - lengths)).repeat_interleave(lengths, output_size=count)
-    return torch.arange(count, device=begin.device) + shift
 
 
 def _query_times(batch: Batch) -> Tensor:

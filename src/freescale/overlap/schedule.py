@@ -86,7 +86,7 @@ def serial(*, sharded: bool, agrees: bool = True, assigns: bool = False, micro_b
     """
     agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
     assign = _assign_slots("compute", batch=0) if assigns else ()
-    ready = assign[-1].key if assign else "send_ids"
+    ready = "assign_slots" if assigns else "send_ids"
     rows = (
         Operation("send_ids", "urgent", "ids", ("prepare",), fills="ids"),
         *assign,
@@ -124,7 +124,7 @@ def overlapped(*, agrees: bool = True, assigns: bool = False, micro_batches: int
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         *assign,
-        Operation("split", "deferred", "host", (assign[-1].key if assign else "send_ids",), batch=1, uses=ids),
+        Operation("split", "deferred", "host", ("assign_slots" if assigns else "send_ids",), batch=1, uses=ids),
         Operation("send_split", "deferred", "ids", ("split",), batch=1, fills="split", uses=ids),
         Operation(
             "look_up_exclusive", "deferred", "forward", exclusive_updated, batch=1, reads=("exclusive",), uses=divided
@@ -153,10 +153,19 @@ def overlapped(*, agrees: bool = True, assigns: bool = False, micro_batches: int
 
 def _assign_slots(lane: Lane, *, batch: int) -> tuple[Operation, ...]:
     """Return the operation that gives rows to new dynamic ids. It replaces the ids of the batch by rows."""
-    after: tuple[Dependency, ...] = ("send_ids",)
-    rows: tuple[RowSet, ...] = ("assigned",)
-    kept = {"writes": rows, "fills": "ids", "changes": "identities"}
-    return (Operation("assign_slots", lane, "host", after, batch=batch, uses=("ids",), **kept),)  # type: ignore[arg-type]
+    return (
+        Operation(
+            "assign_slots",
+            lane,
+            "host",
+            ("send_ids",),
+            batch=batch,
+            writes=("assigned",),
+            fills="ids",
+            uses=("ids",),
+            changes="identities",
+        ),
+    )
 
 
 def _compute(micro_batches: int, ready: tuple[Dependency, ...]) -> list[Operation]:

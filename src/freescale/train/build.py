@@ -146,12 +146,12 @@ def _select_transports(config: RunConfig, world: World, loader: Loader) -> Trans
     """Select what moves embedding rows. Replicated tables move none."""
     if config.tables.placement == "replicated":
         return TransportSelection(world.transport, None, [])
-    size, overlap = int(_events_per_rank(config, world, loader) * config.model.dim * 4), config.tables.overlap
+    size, overlap = int(events_per_rank(config, world, loader) * config.model.dim * 4), config.tables.overlap
     compared = overlap == "auto"
     return select_transports(world, config.transport, deferred=overlap != "off", sent_bytes=size, compared=compared)
 
 
-def _events_per_rank(config: RunConfig, world: World, loader: Loader) -> float:
+def events_per_rank(config: RunConfig, world: World, loader: Loader) -> float:
     """Return the events of an average batch on one rank."""
     manifest = loader.dataset.manifest
     length = min(config.data.max_history, manifest.events / max(1, manifest.rows)) if manifest else 1
@@ -161,7 +161,7 @@ def _events_per_rank(config: RunConfig, world: World, loader: Loader) -> float:
 def _describe_overlap(config: RunConfig, world: World, loader: Loader, sharded: ShardedModel) -> list[str]:
     """Return what overlapped transfers will hold, as human-readable lines."""
     tables = sharded.tables.tables if sharded.tables is not None else ()
-    expected = expected_overlap_memory(config, tables, events=_events_per_rank(config, world, loader))
+    expected = expected_overlap_memory(config, tables, events=events_per_rank(config, world, loader))
     ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in expected)
     held = f"{rows} of rows, {gradients} of row gradients, {ids} of ids"
     return [f"overlapped transfers will hold about {held} per rank, for batches of average length"]
@@ -192,7 +192,7 @@ def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting
 def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
     """Return the schedules of a step without and with overlap, checked for hazards."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
-    assigns = any(feature.ids == "dynamic" for feature in config.features.values())
+    assigns = bool(config.dynamic_tables)
     without = require_safe(serial(sharded=sharded, assigns=assigns, micro_batches=parts))
     return {False: without, True: require_safe(overlapped(assigns=assigns, micro_batches=parts))}
 

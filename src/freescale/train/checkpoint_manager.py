@@ -214,9 +214,7 @@ class CheckpointManager:
                 del tensors[self._generator]
                 change = f"resumed on {world_size} ranks a checkpoint of {facts['ranks']}"
                 warning_once(f"{change}: torch's random generators start anew")
-            checkpoints.load(checkpoint, tensors)
-            if self._components.tables is not None and self._components.tables.dynamic is not None:
-                self._components.tables.dynamic.reopen()
+            checkpoints.load(checkpoint, tensors, self._components.tables)
             self._restore(facts)
         except CheckpointError as error:
             return error

@@ -41,6 +41,7 @@ class SequenceModule(nn.Module):
         super().__init__()
         # In the order of use: DDP sends gradients in reverse order, and those of tables are complete last.
         self.replicated, self.model, self.sharded = replicated, model, sharded
+        self.dynamic_tables = {t.name for t in sharded.tables if t.layout is not None} if sharded is not None else set()
 
     def unique_ids(self, ids: Sequence[Mapping[str, Tensor]]) -> list[dict[str, UniqueIds]]:
         """Return for each part of a batch the distinct ids of the whole batch, and its own positions among them."""
@@ -48,8 +49,7 @@ class SequenceModule(nn.Module):
         tables = self.model.tables
         flat = [[part[name].flatten() for part in ids] for name in tables]
         of_tables = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
-        dynamic = set() if self.sharded is None else {t.name for t in self.sharded.tables if t.layout is not None}
-        sizes = [None if name in dynamic else rows for name, (rows, _) in tables.items()]
+        sizes = [None if name in self.dynamic_tables else rows for name, (rows, _) in tables.items()]
         found = deduplicate_tables(of_tables, rows=sizes)
         for name, (unique, index) in zip(tables, found, strict=True):
             table_ids = [part[name] for part in ids]
@@ -116,10 +116,9 @@ def build_sharded_model(
 
 def model_tables(config: RunConfig, model: Model) -> list[Table]:
     """Return the tables that a model needs."""
-    dynamic = {feature.table or name for name, feature in config.features.items() if feature.ids == "dynamic"}
     found = []
     for name, (rows, dim) in model.tables.items():
-        layout = BucketLayout.of(rows) if name in dynamic else None
+        layout = BucketLayout.of(rows) if name in config.dynamic_tables else None
         found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout))
     return found
 

@@ -17,8 +17,7 @@ _SHOWN = 5
 
 def summarize_tables(run: Path) -> dict[str, Any]:
     """Return the step of the newest checkpoint of a run, and a summary of each table with dynamic ids."""
-    config, newest = configs.load_run(run), require_complete(run)
-    dynamic = {f.table or name: f for name, f in config.features.items() if f.ids == "dynamic"}
+    dynamic, newest = configs.load_run(run).dynamic_tables, require_complete(run)
     if not dynamic:
         remedy = 'set ids = "dynamic" in a [features.NAME] table, and train anew'
         raise UsageError("this run has no table with dynamic ids", where=str(run), remedy=remedy)

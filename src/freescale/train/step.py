@@ -216,15 +216,15 @@ class Step:
         state.inputs = [self._module.model.prepare(part.to(self._world.device)) for part in parts]
         state.loss_terms = sum(inputs.count for inputs in state.inputs)
         state.unique_ids = self._module.unique_ids([inputs.ids for inputs in state.inputs])
-        state.embedding.unique_ids, state.embedding.time = state.unique_ids[0], state.batch.on_host.latest_time
+        state.embedding.unique_ids = state.unique_ids[0]
+        if self._module.dynamic_tables:
+            state.embedding.time = state.batch.on_host.latest_time
 
     def agree(self, state: StepState, operation: Operation) -> None:
         """Sum over all ranks: terms of the loss, stop requests, withheld row gradients."""
         values = [state.loss_terms, int(state.stop), int(self.partially_applied)]
-        transport, (counts,) = (
-            self._transports.for_lane(operation.lane),
-            numbers_to_device([values], self._world.device),
-        )
+        transport = self._transports.for_lane(operation.lane)
+        (counts,) = numbers_to_device([values], self._world.device)
         count, stop, partially_applied = transport.all_reduce(counts, name="count").wait_on_host().tolist()
         state.loss_terms, state.stop, state.partially_applied = count, stop > 0, partially_applied > 0
 

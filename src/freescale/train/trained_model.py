@@ -61,7 +61,8 @@ def load_trained_model(run: Path, config: configs.RunConfig, world: World) -> Tr
     model = build_model(config, items=loader.vocabulary.rows, features=loader.features)
     sharded = build_sharded_model(config, world, model)
     tensors = checkpoints.model_tensors(sharded.module, sharded.tables, rank=world.rank, world_size=world.world_size)
-    return TrainedModel(config, world, sharded, loader.vocabulary.items, checkpoints.load(newest, tensors)["step"])
+    facts = checkpoints.load(newest, tensors, sharded.tables)
+    return TrainedModel(config, world, sharded, loader.vocabulary.items, facts["step"])
 
 
 def export_model(trained: TrainedModel, folder: Path) -> list[str]:

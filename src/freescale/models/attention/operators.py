@@ -5,8 +5,6 @@ HSTU Triton kernels or `blocks`; for softmax torch's dense attention on padded b
 batches is not used: its backward adds gradients by atomics, so two runs would differ.
 """
 
-import importlib.util
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +16,7 @@ from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import BiasTables, JaggedLayout, PaddedBatch, is_visible, padded_batches
+from freescale.models.kernel_selection import has_triton
 
 _NAME = "freescale::hstu_attention"
 
@@ -35,7 +34,7 @@ def select_implementation(q: Tensor) -> ModuleType:
     """Return Triton kernels for GPUs, else blocks of padded matrices. Logs the choice."""
     if q.device.type == "cpu":
         return blocks
-    if q.dtype != torch.float64 and _has_triton():
+    if q.dtype != torch.float64 and has_triton():
         from freescale.models.attention import triton_launch
 
         info_once("attention: Triton kernels")
@@ -43,11 +42,6 @@ def select_implementation(q: Tensor) -> ModuleType:
     reason = "kernels have no fp64" if q.dtype == torch.float64 else f"Triton for {q.device.type} is not installed"
     warning_once(f"attention: blocks of padded matrices, because {reason}; kernels would be several times as fast")
     return blocks
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op(_NAME, mutates_args=())
