@@ -79,7 +79,7 @@ def config_of(
         task=TaskConfig(kind="ranking", labels=("label_liked",), anchors="labeled"),
         features=RATED | features,
         tables=TablesConfig(lr=0.02, placement="replicated"),
-        train=TrainConfig(epochs=options.epochs, lr=2e-3, decay="cosine", log_every=10**6),
+        train=TrainConfig(epochs=options.epochs, lr=2e-3, warmup_steps=300, decay="cosine", log_every=10**6),
     )
 
 

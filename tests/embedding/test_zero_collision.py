@@ -111,6 +111,15 @@ class NaiveTable:
         expired = self.policy.kind != "ttl" or time - slot.time > self.policy.ttl
         return self.policy.kind != "none" and step - slot.last_step > self.policy.protected and expired
 
+    def sample(self, number: int) -> int:
+        """Return the row of a used slot."""
+        bucket, first = number % self.layout.buckets, number // self.layout.buckets
+        for probe in range(min(128, self.layout.slots)):
+            slot = (first + probe) % self.layout.slots
+            if self.slots[bucket][slot].id != EMPTY:
+                return bucket * (self.layout.slots + 1) + slot
+        return bucket * (self.layout.slots + 1) + self.layout.slots
+
     def key(self, slot: NaiveSlot) -> tuple[int, ...]:
         by = {"ttl": (slot.time,), "lru": (slot.last_step,), "lfu": (slot.count, slot.last_step)}
         return by[self.policy.kind]
@@ -215,6 +224,10 @@ def require_same_slots(case: Case) -> None:
         assert ids[ours.new].tolist() == new
         assert ours.evicted.tolist() == evicted
         assert (ours.waiting, ours.without_slot) == (waiting, without_slot)
+        size = case.layout.buckets * case.layout.slots
+        numbers = random.Random(step).sample(range(size), size // 4)
+        negatives, others = (table.sample(torch.tensor(numbers).long()) for table in (native, plain))
+        assert negatives.tolist() == others.tolist() == [naive.table.sample(number) for number in numbers]
         for name, array in native.state_dict().items():
             assert torch.equal(array, plain.state_dict()[name]), name
         require_equal(native, naive)

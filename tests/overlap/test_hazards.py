@@ -20,8 +20,11 @@ SAFE = {
     "overlapped in parts": overlapped(micro_batches=2),
     "serial with dynamic ids": serial(sharded=True, assigns=True),
     "overlapped with dynamic ids": overlapped(assigns=True, micro_batches=2),
+    "serial with dynamic negatives": serial(sharded=True, assigns=True, samples=True),
+    "overlapped with dynamic negatives": overlapped(assigns=True, samples=True),
 }
 STEPS, ROWS = 9, 12
+EVICTS, ASSIGNS, READS, WRITES = -2, -1, 0, 1  # what a batch does with a row, in this order
 
 
 def changed(schedule: Schedule | None = None, /, **changes: Callable[[Operation], Operation]) -> Schedule:
@@ -196,6 +199,35 @@ WRONG |= {
     ),
 }
 
+SAMPLED = overlapped(assigns=True, samples=True)
+WRONG |= {
+    "rows are assigned while the previous batch still reads them": (
+        changed(SAMPLED, assign_slots=on("host", "send_ids")),
+        "assign_slots",
+        "look_up_exclusive",
+    ),
+    "rows are assigned while the previous batch updates them": (
+        changed(SAMPLED, send_urgent_gradients=without(("send_split", 1)), look_up_collision=without("send_split")),
+        "assign_slots",
+        "may be updating",
+    ),
+    "slots are sent before they are assigned": (
+        changed(SAMPLED, send_slots=on("urgent", "assign_slots")),
+        "send_slots",
+        "assign_slots",
+    ),
+    "compute does not wait for slots": (
+        changed(SAMPLED, send_slots=on("host"), forward=without("send_slots")),
+        "forward",
+        "slots",
+    ),
+    "one slot for the slots of negatives": (
+        replace(SAMPLED, slots={**SAMPLED.slots, "slots": 1}),
+        "send_slots",
+        "slots",
+    ),
+}
+
 
 @pytest.mark.parametrize("name", SAFE)
 def test_schedules_in_use_are_safe(name: str) -> None:
@@ -234,6 +266,7 @@ def stale(schedule: Schedule, seed: int) -> bool:
         "urgent": lambda b: held[b + 1] & held[b + 2],
         "deferred": lambda b: held[b + 1] & ~held[b + 2],
         "assigned": lambda b: held[b + 1] & ~held[max(0, b - 2) : b + 1].any(0),
+        "evicted": lambda b: held[b + 1] & held[b],
     }
     touched: list[list[tuple[int, int, float, float]]] = [[] for _ in range(ROWS)]
     for o in schedule.operations:
@@ -241,10 +274,13 @@ def stale(schedule: Schedule, seed: int) -> bool:
             for rows, batch in itertools.product(sets, range(STEPS - 1)):
                 if (o.key, batch) in when:
                     for row in np.flatnonzero(inside[rows](batch)):
-                        phase = -1 if rows == "assigned" else kind
+                        phase = {"assigned": ASSIGNS, "evicted": EVICTS}.get(rows, kind)
                         touched[row].append((batch, phase, *when[o.key, batch]))
     for accesses in touched:
         for one, two in itertools.combinations(sorted(accesses), 2):
+            left_out = two[1] == EVICTS and one[:2] == (two[0] - 1, WRITES)
+            if left_out and one[2] > two[3]:
+                continue
             if (one[1] or two[1]) and one[:2] != two[:2] and one[3] > two[2]:
                 return True
     return False

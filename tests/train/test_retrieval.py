@@ -38,7 +38,7 @@ def ranked(world: World, config: RunConfig, folder: str, piece: int) -> tuple[di
     found = []
     for batch in Loader(config.data, seed=1, rank=world.rank, world_size=world.ranks, part="test"):
         before, (best, _) = corpus.target_ranks(batch).before, corpus.top(batch, 7)
-        items = next(rows for _, rows in corpus._chunks()) if piece >= 40 else None
+        items = next(corpus._chunks()).rows if piece >= 40 else None
         scores = corpus._queries(batch).detach() @ items.T if items is not None else None
         assert batch.targets is not None
         asked = 0

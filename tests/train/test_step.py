@@ -21,8 +21,8 @@ _SCHEDULES = {
     "replicated": serial(sharded=False),
     "serial": serial(sharded=True),
     "overlapped": overlapped(),
-    "serial with dynamic ids": serial(sharded=True, assigns=True),
-    "overlapped with dynamic ids": overlapped(assigns=True),
+    "serial with dynamic ids": serial(sharded=True, assigns=True, samples=True),
+    "overlapped with dynamic ids": overlapped(assigns=True, samples=True),
 }
 
 

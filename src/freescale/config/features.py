@@ -1,6 +1,6 @@
 """Config of a feature. Field docstrings are the reference documentation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from freescale.errors import ConfigError
@@ -40,7 +40,8 @@ class FeatureConfig:
     ids = "dynamic": how many ids have a row of their own at a time."""
     ids: Literal["vocabulary", "dynamic"] = "vocabulary"
     """vocabulary: the column holds numbers of a vocabulary. dynamic: it holds any 64-bit ids but -1. An id gets a row
-    when it occurs in training, and `eviction` says which id loses its row when there is no free one. Needs `rows`."""
+    when it occurs in training, and `eviction` says which id loses its row when there is no free one. Needs `rows`.
+    [features.item] with ids = "dynamic" does so for item_id, whose ids are 0 or more."""
     admit_after: int = 1
     """Dynamic ids: an id gets a row in the n-th step in which it occurs, and shares one until then."""
     eviction: Literal["none", "ttl", "lru", "lfu"] = "none"
@@ -72,15 +73,15 @@ class FeatureConfig:
     def check(self, name: str, run: "RunConfig") -> None:
         """Refuse values that do not fit together. `name`: of the feature."""
         key = f"features.{name}"
-        named = name.isidentifier() and name != "item"
-        require(named, key, name, "letters, digits and underscores, and not `item`, which is the table of item_id")
+        require(name.isidentifier(), key, name, "letters, digits and underscores")
+        if name == "item":
+            self._check_item(key)
         for field_name, least in (("rows", 0), ("dim", 0), ("buckets", 2), ("bits", 1)):
             value = getattr(self, field_name)
             require(value >= least, f"{key}.{field_name}", value, f"at least {least}")
         require(self.bits <= 63, f"{key}.bits", self.bits, "at most 63: a mask is a 64-bit integer")
-        require(
-            self.table != "item" or self.kind in ("id", "set"), f"{key}.table", self.table, "another table: item ids"
-        )
+        shares = self.kind in ("id", "set") and "item" not in run.features
+        require(self.table != "item" or shares, f"{key}.table", self.table, "another table: item ids, not dynamic ones")
         width = self.dim or run.model.dim
         fits = self.combine == "concat" or width == run.model.dim
         rule = f'model.dim = {run.model.dim} with combine = "sum"; other widths need combine = "concat"'
@@ -100,6 +101,16 @@ class FeatureConfig:
         require(valid, f"{key}.scope", self.scope, '"item", "event" or "user" when task.kind = "retrieval"')
         if self.kind == "cross":
             self._check_cross(key, run)
+
+    def _check_item(self, key: str) -> None:
+        """Refuse all but dynamic ids: the item is no feature, and has its table without a config."""
+        rule = '"dynamic": [features.item] gives dynamic ids to the items, and cannot be a feature'
+        require(self.ids == "dynamic", f"{key}.ids", self.ids, rule)
+        settings = ("ids", "rows", "admit_after", "eviction", "ttl")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            unused = field.name in settings or value == field.default
+            require(unused, f"{key}.{field.name}", value, f"left out: [features.item] has only {', '.join(settings)}")
 
     def _check_dynamic(self, key: str, run: "RunConfig") -> None:
         """Refuse what dynamic ids cannot have, and their fields without them."""

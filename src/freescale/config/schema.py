@@ -292,6 +292,11 @@ class RunConfig:
         """The tables with dynamic ids, each with the config of a feature that uses it."""
         return {f.table or name: f for name, f in self.features.items() if f.ids == "dynamic"}
 
+    @property
+    def samples_slots(self) -> bool:
+        """Whether the negatives of retrieval are slots of dynamic items."""
+        return self.task.kind == "retrieval" and "item" in self.features
+
     def _check_shared_tables(self) -> None:
         """Refuse features that share a table but disagree on its size."""
         first: dict[str, tuple[str, FeatureConfig]] = {}

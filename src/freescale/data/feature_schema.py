@@ -36,11 +36,14 @@ class FeatureSchema(NamedTuple):
     task: TaskConfig = TaskConfig()
     dim: int = 0
     """Width of tables that do not state one."""
+    item: FeatureConfig | None = None
+    """The dynamic ids of items, if they are dynamic."""
 
     @staticmethod
     def from_config(config: RunConfig) -> "FeatureSchema":
         """Return the schema of a run."""
-        return FeatureSchema(config.features, config.task, config.model.dim)
+        features = {name: feature for name, feature in config.features.items() if name != "item"}
+        return FeatureSchema(features, config.task, config.model.dim, config.features.get("item"))
 
     @property
     def anchored(self) -> bool:
@@ -124,7 +127,7 @@ class Feature(NamedTuple):
         missing = self.config.missing == "default"
         if self.config.kind == "timestamp":
             return HOURS + missing
-        if self.config.kind == "cross" or self.config.ids == "dynamic":
+        if self.config.kind == "cross":
             return self.config.rows
         return self.config.buckets + missing if self.config.kind == "number" else self.vocabulary.rows
 
@@ -149,7 +152,7 @@ def resolve_features(schema: FeatureSchema, dataset: Dataset, oov_rows: int) -> 
             remedy = "give both the same vocabulary: set `rows` in both, or import them as one column"
             raise ConfigError(what, key=f"features.{name}.rows", remedy=remedy)
         dynamic = config.ids == "dynamic"
-        vocabulary = ItemVocabulary(0 if dynamic else size, oov_rows, missing=table in missing_in, dynamic=dynamic)
+        vocabulary = ItemVocabulary(size, oov_rows, missing=table in missing_in, dynamic=dynamic)
         resolved[name] = Feature(name, config, table, vocabulary, config.dim or schema.dim)
     return resolved
 

@@ -51,10 +51,8 @@ class Loader:
         quarantine = Quarantine(config.on_bad, quarantine_file)
         columns = [*config.columns, *schema.columns()]
         self.dataset = Dataset(config.path, features=columns, longest=config.longest, quarantine=quarantine)
-        items = self.dataset.manifest.items if self.dataset.manifest else 0
         self.features = resolve_features(schema, self.dataset, config.oov_rows)
-        shared = any(feature.table == "item" and feature.vocabulary.missing for feature in self.features.values())
-        self.vocabulary = ItemVocabulary(items, config.oov_rows, missing=shared)
+        self.vocabulary = self._item_vocabulary(schema, config.oov_rows)
         self.identity = DataIdentity.from_dataset(self.dataset)
         self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
         self.unknown: Counter[str] = Counter()
@@ -105,6 +103,13 @@ class Loader:
         counts = {"events with items": items, **{f"values of column '{n}'": count for n, count in others.items()}}
         lines += [f"{count:,} {what} outside the vocabulary, {shared}" for what, count in counts.items() if count]
         return [line for line in lines if line]
+
+    def _item_vocabulary(self, schema: FeatureSchema, oov_rows: int) -> ItemVocabulary:
+        if schema.item is not None:
+            return ItemVocabulary(schema.item.rows, oov_rows, dynamic=True)
+        shared = any(feature.table == "item" and feature.vocabulary.missing for feature in self.features.values())
+        items = self.dataset.manifest.items if self.dataset.manifest else 0
+        return ItemVocabulary(items, oov_rows, missing=shared)
 
     def _by_column(self) -> dict[str, ItemVocabulary]:
         """Return the vocabulary of every column of ids."""

@@ -24,6 +24,8 @@ VOCABULARY_FILE = "vocabulary.parquet"
 """Vocabulary of the items, beside the data."""
 MISSING_ID = -2
 """Among dynamic ids, that of missing values."""
+FIRST_SLOT = -3
+"""Among requests for dynamic items: slot n is requested as FIRST_SLOT - n."""
 _REIMPORT = "import it with `freescale data import ... --vocabulary FOLDER`, where FOLDER is the training data set"
 
 
@@ -55,12 +57,13 @@ class ItemVocabulary(NamedTuple):
     missing: bool = False
     """Whether missing values have a row of their own, the last one."""
     dynamic: bool = False
-    """Whether ids get rows in training: they stay as they are, and missing values are one more id."""
+    """Whether ids get rows in training, `items` of them at a time: they stay as they are, and missing values are one
+    more id."""
 
     @property
     def rows(self) -> int:
         """Table rows that the model needs."""
-        return self.items + self.oov_rows + self.missing
+        return self.items if self.dynamic else self.items + self.oov_rows + self.missing
 
     def map_unknown(self, ids: NDArray[Any]) -> tuple[NDArray[Any], int]:
         """Map out-of-vocabulary ids to the shared rows, and count them. Copies only if there are any."""

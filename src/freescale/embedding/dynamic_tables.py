@@ -1,8 +1,9 @@
 """Dynamic ids in training: the owner of their buckets turns requested ids into rows, and initializes those of new ids.
 
-A plan of an exchange holds ids instead of rows for these tables until `assign` or `look_up` has replaced them. `assign`
-depends on the ids of all ranks, the step and the event time alone, so the schedule, the world size and a restart change
-nothing. A second call for the same step changes nothing either: a resumed run repeats what a prefetch has done.
+A plan of an exchange holds ids instead of rows for these tables until `assign` or `look_up` has replaced them; of items
+also slots by number, which are negatives. `assign` depends on the ids of all ranks, the step and the event time alone,
+so the schedule, the world size and a restart change nothing. A second call for the same step changes nothing either: a
+resumed run repeats what a prefetch has done.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.config import FeatureConfig, RunConfig
+from freescale.data.vocabulary import FIRST_SLOT
 from freescale.embedding.exchange import AllToAllPlan
 from freescale.embedding.tables import RowKeys, Table
 from freescale.embedding.zero_collision_ids import Assignment, DynamicIds, candidate_layout, initial_rows
@@ -73,6 +75,12 @@ class _OwnedIds:
         time = time if self._feature.eviction == "ttl" else min(max(time, 0), _LATEST)
         return self.ids.assign(unique, step=step, time=time)
 
+    def distinct(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the distinct slots, by number, and the distinct ids of requests, and the place of each request."""
+        unique, index = torch.unique(requests, return_inverse=True)
+        slots = int((unique <= FIRST_SLOT).sum()) if self.table.sampled else 0  # the smallest ones
+        return FIRST_SLOT - unique[:slots], unique[slots:], index
+
     def state(self) -> dict[str, SlotState]:
         """Return all arrays."""
         found = {}
@@ -107,21 +115,40 @@ class DynamicTables:
         keys = RowKeys(tables, world_size).first_keys()
         self._first_key = {table.name: key for table, key in zip(tables, keys, strict=True)}
 
-    def assign(self, plan: AllToAllPlan, *, step: int) -> AllToAllPlan:
-        """Replace the ids of a plan by rows. New ids get slots, whose rows are initialized."""
+    def assign(self, plan: AllToAllPlan, *, step: int) -> tuple[AllToAllPlan, dict[str, Tensor]]:
+        """Replace the ids of a plan by rows. New ids get slots, whose rows are initialized.
+
+        Also return the local rows, of each table with sampled slots, that other ids had.
+        """
+        evicted: dict[str, Tensor] = {}
 
         def rows_of(owned: _OwnedIds, ids: Tensor) -> Tensor:
-            unique, index = torch.unique(ids, return_inverse=True)
+            slots, unique, index = owned.distinct(ids)
             found = owned.assign(unique, step=step, time=plan.latest)
             owned.counts = owned.counts.add(found, int((found.evicted != EMPTY).sum()))
-            self._initialize(owned, found.rows[found.new] - owned.first, unique[found.new])
-            return found.rows[index]
+            new = found.rows[found.new] - owned.first
+            self._initialize(owned, new, unique[found.new])
+            if owned.table.sampled:
+                evicted[owned.table.name] = new[found.evicted != EMPTY] + self._first_rows.get(owned.table.name, 0)
+            return torch.cat([owned.ids.sample(slots), found.rows])[index]
 
-        return self._with_rows(plan, rows_of)
+        return self._with_rows(plan, rows_of), evicted
 
     def look_up(self, plan: AllToAllPlan) -> AllToAllPlan:
         """Replace the ids of a plan by rows, and change nothing: ids without a slot have a shared row."""
-        return self._with_rows(plan, lambda owned, ids: owned.ids.lookup(ids))
+
+        def rows_of(owned: _OwnedIds, ids: Tensor) -> Tensor:
+            slots, unique, index = owned.distinct(ids)
+            return torch.cat([owned.layout.slot_row(slots), owned.ids.lookup(unique)])[index]
+
+        return self._with_rows(plan, rows_of)
+
+    def identify(self, plan: AllToAllPlan, name: str) -> Tensor:
+        """Return the number of the slot of each requested id, and the id in each requested slot; EMPTY for none."""
+        owned, requests = self._owned[name], plan.local_keys[name]
+        slots, unique, index = owned.distinct(requests)
+        ids = owned.ids.identities()[owned.layout.slot_row(slots) - owned.first, 0]
+        return torch.cat([ids, owned.layout.slot_number(owned.ids.lookup(unique))])[index]
 
     def _with_rows(self, plan: AllToAllPlan, rows_of: Callable[[_OwnedIds, Tensor], Tensor]) -> AllToAllPlan:
         rows, keys = plan.local_rows, plan.local_keys

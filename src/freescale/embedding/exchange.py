@@ -166,6 +166,14 @@ class EmbeddingExchange:
         one, other = map(SplitPlan, shared_plans, _subsets(plans, others, divided.others))
         return one, other
 
+    def send_numbers(self, plan: AllToAllPlan, table: str, numbers: Tensor) -> Tensor:
+        """Send a number for each requested row of one table; return those of this rank's unique ids."""
+        at, names = plan.tables.index(table), plan.tables
+        served, requested = ([[of_rank[at]] for of_rank in side] for side in (plan.served, plan.requested))
+        most, name = plan.largest[at], f"slots of {names[at]}"
+        got = self._start_transfer([numbers], served, requested, most=most, name=name)()
+        return torch.empty_like(got).index_copy_(0, plan.index_by_table[table], got)
+
     def send_rows(self, plan: AllToAllPlan, rows: Mapping[str, Tensor]) -> PendingRows:
         """Send rows to the ranks that requested them; each rank receives its unique rows, by owner."""
         return self._by_dim(rows, plan.served, plan.requested, plan.largest, name="rows")

@@ -104,10 +104,11 @@ class SharedIds(NamedTuple):
 
 def split(this: Tensor, following: Tensor) -> SharedIds:
     """Return which ids of a batch and of the next one are shared. Any order; duplicates are allowed."""
-    return SharedIds(_is_in(this, following), _is_in(following, this))
+    return SharedIds(is_in(this, following), is_in(following, this))
 
 
-def _is_in(ids: Tensor, others: Tensor) -> Tensor:
+def is_in(ids: Tensor, others: Tensor) -> Tensor:
+    """Return which ids are among others."""
     if not len(ids) or not len(others):
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     ordered = others.sort().values

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.exchange import AllToAllPlan, SplitPlan
-from freescale.embedding.ids import SharedIds, UniqueIds, split
+from freescale.embedding.ids import SharedIds, UniqueIds, is_in, split
 from freescale.embedding.sharded import ShardedTables
 
 T = TypeVar("T")
@@ -38,6 +38,10 @@ class EmbeddingContext:
     """Number of the step that computes the batch, and the time of the batch's latest event: dynamic ids record both."""
     time: int = 0
     plan: AllToAllPlan | None = None
+    evicted: Mapping[str, Tensor] = field(default_factory=dict)
+    """Local rows that the next batch has assigned to other ids. Serial updates of this batch would be overwritten."""
+    merged: dict[str, Tensor] = field(default_factory=dict)
+    """Of tables whose slots are sampled: the first unique id with the same row, for each unique id."""
     shared: SharedIds | None = None
     """Which requested local rows this batch and the previous one share, in the order of the keys of their plans."""
     fetch_split: SplitPlan | None = None
@@ -64,6 +68,13 @@ class EmbeddingContext:
         """Whether some rank has no such batch, so that no rank computes it. Defined after the exchange of ids."""
         return self.plan is not None and bool(self.plan.exhausted)
 
+    def merge(self, ids: Mapping[str, UniqueIds]) -> dict[str, UniqueIds]:
+        """Return ids of the batch with one position for all that have the same row."""
+        return {
+            name: one._replace(inverse=self.merged[name][one.inverse]) if name in self.merged else one
+            for name, one in ids.items()
+        }
+
     @property
     def served_rows(self) -> int:
         """Rows that this rank sends for the batch. Defined after the exchange of ids."""
@@ -88,8 +99,18 @@ class RowOperations:
         context.plan = exchange.send_ids(context.unique_ids, exhausted=context.exhausted, time=context.time)
 
     def assign_slots(self, context: EmbeddingContext, _: str) -> None:
-        """Give rows to new dynamic ids."""
-        context.plan = require(self._tables.dynamic).assign(require(context.plan), step=context.step)
+        """Give rows to new dynamic ids. The previous batch may have sampled these rows: it no longer updates them."""
+        context.plan, evicted = require(self._tables.dynamic).assign(require(context.plan), step=context.step)
+        if context.previous is not None:
+            context.previous.evicted = evicted
+
+    def send_slots(self, context: EmbeddingContext, lane: str) -> None:
+        """Send the ranks the rows of their items and negatives, so that they know which are the same."""
+        plan = require(context.plan)
+        for table in self._tables.tables:
+            if table.sampled:
+                rows = self._tables.exchanges[lane].send_numbers(plan, table.name, plan.local_keys[table.name])
+                context.merged[table.name] = _first_places(rows)
 
     def look_up(self, context: EmbeddingContext, _: str) -> None:
         """Read the local rows that ranks requested."""
@@ -177,6 +198,8 @@ class RowOperations:
 
     def _update(self, context: EmbeddingContext, plan: AllToAllPlan, gradients: dict[str, Tensor]) -> None:
         taken = _take(gradients)
+        for name, rows in context.evicted.items():
+            taken[name].masked_fill_(is_in(plan.local_rows[name], rows)[:, None], 0.0)
         if context.usable is not None:
             torch._foreach_mul_([*taken.values()], context.usable)  # ranks send finite row gradients only
         if not context.skip_update:
@@ -230,6 +253,15 @@ def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], index: Ma
     """Write received rows to their positions among the unique ids of the batch."""
     for name, values in some.items():
         rows[name][index[name]] = values
+
+
+def _first_places(values: Tensor) -> Tensor:
+    """Return for each value the place of the first equal one."""
+    ordered, order = values.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    first = torch.where(is_first, torch.arange(len(values), device=values.device), 0).cummax(0).values
+    return torch.empty_like(order).index_copy_(0, order, order[first])
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -203,6 +203,18 @@ class ShardedTables:
         plan = plan if self.dynamic is None else self.dynamic.look_up(plan)
         return plan.in_order_of_ids(exchange.send_rows(plan, self.look_up(plan)).wait())
 
+    def identify(self, name: str, requests: Tensor) -> Tensor:
+        """Return the number of the slot of each dynamic id, and the id in each slot that is requested by number.
+
+        EMPTY for ids without a slot and slots without an id. Collective.
+        """
+        assert self.dynamic is not None
+        unique_ids = {t.name: UniqueIds(requests[:0], requests[:0]) for t in self.tables}
+        unique_ids[name] = deduplicate(requests, rows=None)
+        plan = self.exchanges["urgent"].send_ids(unique_ids)
+        numbers = self.exchanges["urgent"].send_numbers(plan, name, self.dynamic.identify(plan, name))
+        return numbers[unique_ids[name].inverse]
+
     def read_blocks(self, rank: int, world_size: int) -> dict[str, tuple[int, Tensor]]:
         """Return the first row and the rows of this rank's block of each table, in the order of rows. Collective.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from freescale.data.device_copy import numbers_to_device, to_device
 from freescale.data.order import derive_key, splitmix64
+from freescale.data.vocabulary import FIRST_SLOT
 from freescale.embedding.row_order import Owners, RowOrder, bit_reversal
 from freescale.embedding.zero_collision_layout import BucketLayout
 
@@ -26,6 +27,8 @@ class Table(NamedTuple):
     owners: Owners = "block"
     layout: BucketLayout | None = None
     """Of dynamic ids: the buckets that their rows are in. Ranks own whole buckets."""
+    sampled: bool = False
+    """Whether slots of dynamic ids are requested by number, too: the negatives of retrieval."""
 
     @property
     def order(self) -> RowOrder:
@@ -53,6 +56,14 @@ class Table(NamedTuple):
     def first_positions(self, world_size: int) -> list[int]:
         """Return the first position of each rank, and the number of all positions."""
         return [self.owned(rank, world_size).start for rank in range(world_size)] + [self.order.positions]
+
+    def bucket_row(self, requests: Tensor) -> Tensor:
+        """Return the first row of the bucket of each requested dynamic id or slot."""
+        assert self.layout is not None
+        bucket = self.layout.bucket_of(requests)
+        if self.sampled:
+            bucket = torch.where(requests <= FIRST_SLOT, (FIRST_SLOT - requests) % self.layout.buckets, bucket)
+        return bucket * self.layout.stride
 
     def fill(self, local: Tensor, first: int, *, seed: int, deviation: float) -> None:
         """Initialize rows at positions [first, first + len(local)) with a hash of (seed, table, row)."""
@@ -100,8 +111,8 @@ class RowKeys:
         self._owned = [
             [first + p for p in t.first_positions(world_size)] for t, first in zip(tables, firsts, strict=True)
         ]
-        self._layouts = [table.layout for table in tables]
-        self._has_dynamic = any(layout is not None for layout in self._layouts)
+        self._tables = list(tables)
+        self._has_dynamic = any(table.layout is not None for table in tables)
         self.is_ascending = all(order.shards == 1 for order in orders) and not self._has_dynamic
         """Whether keys ascend with the ids of a table."""
         reversals = [torch.from_numpy(bit_reversal(order.shards)) for order in orders]
@@ -124,8 +135,8 @@ class RowKeys:
         parameters, reversal, _ = self._constants
         rows = raw = join(ids)
         if self._has_dynamic:
-            pairs = zip(ids, self._layouts, strict=True)
-            rows = join([x if layout is None else layout.bucket_of(x) * layout.stride for x, layout in pairs])
+            pairs = zip(ids, self._tables, strict=True)
+            rows = join([x if table.layout is None else table.bucket_row(x) for x, table in pairs])
         if len(ids) == 1:
             begin: Tensor | int = 0
             mask, begin_of_reversal, per_shard, shift, first = self._parameters[0]
@@ -141,8 +152,8 @@ class RowKeys:
         sent = keys
         if self._has_dynamic:
             dynamic = [
-                keys.new_full((size,), layout is not None, dtype=torch.bool)
-                for size, layout in zip(sizes, self._layouts, strict=True)
+                keys.new_full((size,), table.layout is not None, dtype=torch.bool)
+                for size, table in zip(sizes, self._tables, strict=True)
             ]
             sent = torch.where(join(dynamic), raw[order], keys)
         return SortedRequests(keys, sent, order - begin)

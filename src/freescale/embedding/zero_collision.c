@@ -218,6 +218,19 @@ void insert(const table *t, const int64_t *ids, int64_t count, const policy *by,
     }
 }
 
+/* The first used slot of the window that begins at each slot, or the shared row. */
+void sample(const table *t, const int64_t *rows, int64_t count, int64_t *found) {
+    int64_t stride = t->slots + 1, offset = t->first * stride;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot = (rows[i] - offset) % stride, begin = rows[i] - offset - slot, probes = 0;
+        while (probes < t->window && !t->tags[begin + slot]) {
+            slot = slot + 1 < t->slots ? slot + 1 : 0;
+            probes++;
+        }
+        found[i] = begin + (probes < t->window ? slot : t->slots) + offset;
+    }
+}
+
 /* Free the slots at rows. */
 void release(const table *t, const int64_t *rows, int64_t count) {
     int64_t offset = t->first * (t->slots + 1);

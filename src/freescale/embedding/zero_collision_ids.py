@@ -35,6 +35,10 @@ class Slots(Protocol):
         """Return the rows of new ids, and the ids that had them."""
         ...
 
+    def sample(self, rows: Tensor) -> Tensor:
+        """Return used slots instead of free ones."""
+        ...
+
     def release(self, rows: Tensor) -> None:
         """Free slots."""
         ...
@@ -157,6 +161,13 @@ class DynamicIds:
         if self.candidates is not None and places is not None:
             self.candidates.remove(places[has_slot])
         return Assignment(rows, new, evicted[has_slot], len(absent) - len(admitted), len(admitted) - len(new))
+
+    def sample(self, numbers: Tensor) -> Tensor:
+        """Return the rows of slots by number, as negatives: each has an id.
+
+        A free slot stands for the next used one of its window, or for the shared row if there is none.
+        """
+        return self._slots.sample(self.layout.slot_row(numbers))
 
     def is_slot(self, rows: Tensor) -> Tensor:
         """Return which rows are slots and not shared."""

@@ -69,6 +69,15 @@ class BucketLayout(NamedTuple):
         bits = self.buckets.bit_length() - 1
         return splitmix64(ids) >> (64 - bits) & (self.buckets - 1) if bits else torch.zeros_like(ids)
 
+    def slot_row(self, numbers: Tensor) -> Tensor:
+        """Return the rows of slots by number. Consecutive numbers are in consecutive buckets."""
+        return numbers % self.buckets * self.stride + numbers // self.buckets
+
+    def slot_number(self, rows: Tensor) -> Tensor:
+        """Return the numbers of the slots at rows; EMPTY for shared rows."""
+        slot = rows % self.stride
+        return torch.where(slot == self.slots, EMPTY, slot * self.buckets + rows // self.stride)
+
     def first_slot(self, ids: Tensor) -> Tensor:
         """Return the first slot of each id inside its bucket."""
         return unsigned_remainder(murmur3(ids), self.slots)

@@ -79,6 +79,13 @@ class NativeSlots:
         )
         return rows, evicted
 
+    def sample(self, rows: Tensor) -> Tensor:
+        """Return for each slot the row of the first used one of the window that begins there, or the shared row."""
+        rows = rows.contiguous()
+        found = torch.empty_like(rows)
+        self._library.sample(self._table, _address(rows), _Count(len(rows)), _address(found))
+        return found
+
     def release(self, rows: Tensor) -> None:
         """Free the slots at rows."""
         rows = rows.contiguous()

@@ -58,6 +58,16 @@ class TorchSlots:
         """Free the slots at rows."""
         self._ids[rows - self._offset] = EMPTY
 
+    def sample(self, rows: Tensor) -> Tensor:
+        """Return for each slot the row of the first used one of the window that begins there, or the shared row."""
+        found = torch.empty_like(rows)
+        for part, row in zip(rows.split(_CHUNK), found.split(_CHUNK), strict=True):
+            local = part - self._offset
+            slot = local % self._layout.stride
+            window, shared = self._windows_at(local - slot, slot)
+            row.copy_(_at_first(self._ids[window] != EMPTY, window, shared))
+        return found + self._offset
+
     def _note_uses(self, rows: Tensor, found: Tensor, now: StepTime) -> None:
         """Note that a step uses rows. A second note of a step is void. Shared rows keep what they have."""
         last_step, time = self._last_step[rows], self._time[rows]
@@ -73,9 +83,12 @@ class TorchSlots:
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots that each id may have, in the order of probing, and the shared row."""
         begin = (self._layout.bucket_of(ids) - self._owned.start) * self._layout.stride
-        probe = torch.arange(self._layout.window, device=ids.device)
-        slot = (self._layout.first_slot(ids)[:, None] + probe) % self._layout.slots
-        return begin[:, None] + slot, begin + self._layout.slots
+        return self._windows_at(begin, self._layout.first_slot(ids))
+
+    def _windows_at(self, begin: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows that begin at slots of the buckets whose first rows are `begin`, and the shared rows."""
+        probe = torch.arange(self._layout.window, device=slot.device)
+        return begin[:, None] + (slot[:, None] + probe) % self._layout.slots, begin + self._layout.slots
 
     def _rounds(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the places of ids: in every round one of each bucket that has more, the smallest first."""

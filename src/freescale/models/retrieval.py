@@ -11,6 +11,7 @@ from freescale.config import RunConfig
 from freescale.data.batch import Batch, index_ranges
 from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import Feature
+from freescale.data.vocabulary import FIRST_SLOT
 from freescale.models.encoders import build_encoder
 from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
 from freescale.models.jagged import JaggedLayout
@@ -57,6 +58,7 @@ class Retrieval(nn.Module):
         self.features = FeatureEmbedding(features or {}, config.model.dim, deviation=config.tables.init)
         self.tables = {"item": (items, config.model.dim), **self.features.tables}
         self._items, self._seed, self._task = items, config.seed, config.task
+        self._samples_slots = config.samples_slots
         self._actions = {name for name, feature in (features or {}).items() if feature.config.scope == "event"}
         self._prefix = len(self.features.applicable("sample"))
         tokens = config.data.max_history * (1 + config.task.interleave)
@@ -71,6 +73,7 @@ class Retrieval(nn.Module):
         assert inputs.keys is not None
         of_events = Keys(inputs.keys.token[inputs.map.events])
         negatives = of_events.randint(self._task.negatives, self._items, salt=_NEGATIVES_SALT)
+        negatives = FIRST_SLOT - negatives if self._samples_slots else negatives
         ids = {**inputs.ids, "item": torch.cat([inputs.ids["item"], negatives.flatten()])}
         return replace(inputs, ids=ids)
 

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from freescale.overlap.schedule import Operation, RowSet, Schedule
 
 _STEPS = 8  # more than any dependency or slot spans, so the result holds for all steps
+_UPDATES = 2  # the last phase of a batch, see `_phase`
 _MEMBERS: dict[RowSet, tuple[tuple[int, bool], ...]] = {
     "collision": ((-1, True),),
     "exclusive": ((-1, False),),
     "urgent": ((1, True),),
     "deferred": ((1, False),),
     "assigned": ((-1, False), (-2, False), (-3, False)),
+    "evicted": ((-1, True),),
 }
 """For each row set: the offsets of other batches, and whether the rows are in them."""
 
@@ -60,6 +62,8 @@ def hazards(schedule: Schedule) -> Iterator[Hazard]:
     instances = [OperationInstance(o, step + o.batch) for step in range(_STEPS) for o in schedule.operations]
     before = _happens_before(instances)
     for (i, a), (j, b) in itertools.combinations(enumerate(instances), 2):
+        if (_leaves_out(a, b) or _leaves_out(b, a)) and not (before[j] >> i | before[i] >> j) & 1:
+            yield Hazard(a, b, "one assigns rows that the other may be updating")
         conflict = _conflict(schedule, a, b)
         if conflict is None:
             continue
@@ -104,14 +108,22 @@ def _row_conflict(early: OperationInstance, late: OperationInstance) -> str:
         wrote, writes = early_rows in a.writes, late_rows in b.writes
         phases = _phase(early_rows, writes=wrote), _phase(late_rows, writes=writes)
         in_order = early.batch < late.batch or (early.batch == late.batch and phases[0] < phases[1])
-        if (wrote or writes) and in_order and _may_share(early.batch, early_rows, late.batch, late_rows):
+        left_out = late_rows == "evicted" and phases[0] == _UPDATES and _leaves_out(early, late)
+        may_share = not left_out and _may_share(early.batch, early_rows, late.batch, late_rows)
+        if (wrote or writes) and in_order and may_share:
             return f"it {'changes' if writes else 'reads'} {late_rows} rows, which may be {early_rows} rows of that one"
     return ""
 
 
+def _leaves_out(early: OperationInstance, late: OperationInstance) -> bool:
+    """Return whether one updates rows except for those that the other evicts. Either may come first, but not both."""
+    is_update = any(_phase(rows, writes=True) == _UPDATES for rows in early.operation.writes)
+    return is_update and "evicted" in late.operation.writes and early.batch == late.batch - 1
+
+
 def _phase(rows: RowSet, *, writes: bool) -> int:
     """Return when a batch accesses rows: it initializes them, reads them, and updates them."""
-    return 0 if rows == "assigned" else 2 if writes else 1
+    return 0 if rows in ("assigned", "evicted") else _UPDATES if writes else 1
 
 
 def _may_share(batch: int, rows: RowSet, other: int, others: RowSet) -> bool:

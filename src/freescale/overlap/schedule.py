@@ -14,9 +14,10 @@ from freescale.bubbles.events import CAUSES
 
 Lane = Literal["host", "compute", "urgent", "deferred"]
 """Two lanes carry traffic: compute waits for urgent transfers; deferred ones overlap with compute and yield."""
-RowSet = Literal["collision", "exclusive", "urgent", "deferred", "assigned"]
+RowSet = Literal["collision", "exclusive", "urgent", "deferred", "assigned", "evicted"]
 """Rows of a batch: also in the previous batch, or not; also in the next batch, or not; newly assigned to dynamic ids,
-which no batch of the last three steps has."""
+which no batch of the last three steps has; newly assigned to them although the previous batch has sampled them as
+negatives: it then leaves them out of its update."""
 Dependency = str | tuple[str, int]
 """An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
@@ -79,13 +80,16 @@ class Schedule:
                     raise ValueError(f"'{operation.key}' is issued before what it waits for: {key}")
 
 
-def serial(*, sharded: bool, agrees: bool = True, assigns: bool = False, micro_batches: int = 1) -> Schedule:
+def serial(
+    *, sharded: bool, agrees: bool = True, assigns: bool = False, samples: bool = False, micro_batches: int = 1
+) -> Schedule:
     """Build the schedule without overlap. Without sharded tables there are no rows to move.
 
-    `agrees`: whether the ranks exchange the loss terms of a batch. `assigns`: whether some ids are dynamic.
+    `agrees`: whether the ranks exchange the loss terms of a batch. `assigns`: whether some ids are dynamic. `samples`:
+    whether some of their slots are negatives.
     """
     agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
-    assign = _assign_slots("compute", batch=0) if assigns else ()
+    assign = _assign_slots("compute", "urgent", samples=samples, batch=0) if assigns else ()
     ready = "assign_slots" if assigns else "send_ids"
     rows = (
         Operation("send_ids", "urgent", "ids", ("prepare",), fills="ids"),
@@ -93,7 +97,8 @@ def serial(*, sharded: bool, agrees: bool = True, assigns: bool = False, micro_b
         Operation("look_up", "compute", "forward", (ready,), reads=("collision", "exclusive"), uses=("ids",)),
         Operation("send_rows", "urgent", "urgent rows", ("look_up",), fills="rows"),
     )
-    compute = _compute(micro_batches, (*(o.key for o in agree), "send_rows" if sharded else "prepare"))
+    ready_rows = (*(o.key for o in (*agree, *assign)), "send_rows" if sharded else "prepare")
+    compute = _compute(micro_batches, ready_rows, samples=samples)
     last = compute[-1].key
     both: tuple[RowSet, ...] = ("urgent", "deferred")
     gradients = (
@@ -103,24 +108,28 @@ def serial(*, sharded: bool, agrees: bool = True, assigns: bool = False, micro_b
     prepare = Operation("prepare", "host", "host", (("update_dense", -1),))
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     moved = (*agree, *rows, *compute, *gradients) if sharded else (*agree, *compute)
-    return Schedule((prepare, *moved, dense), {"ids": 1, "rows": 1, "gradients": 1})
+    return Schedule((prepare, *moved, dense), {"ids": 1, "slots": 1, "rows": 1, "gradients": 1})
 
 
-def overlapped(*, agrees: bool = True, assigns: bool = False, micro_batches: int = 1) -> Schedule:
+def overlapped(
+    *, agrees: bool = True, assigns: bool = False, samples: bool = False, micro_batches: int = 1
+) -> Schedule:
     """Build the schedule of prioritized embedding communication (PEC).
 
     A step waits only for rows that two consecutive batches share; all others overlap with compute. Rows of the next
     batch that this one does not update are read and sent while this one is computed, once the deferred updates of the
     previous batch are applied. Gradients of rows that the next batch reads go first. The others follow during the next
-    step, and nothing is packed for them while compute waits for shared rows. `agrees`, `assigns`: as in `serial`.
+    step, and nothing is packed for them while compute waits for shared rows. `agrees`, `assigns`, `samples`: as in
+    `serial`.
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
-    compute = _compute(micro_batches, (*(o.key for o in agree), "send_exclusive_rows", "send_collision_rows"))
+    assign = _assign_slots("deferred", "deferred", samples=samples, batch=1) if assigns else ()
+    ready = (*(o.key for o in (*agree, *assign)), "send_exclusive_rows", "send_collision_rows")
+    compute = _compute(micro_batches, ready, samples=samples)
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
     exclusive_updated: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
     collision_updated: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
     collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
-    assign = _assign_slots("deferred", batch=1) if assigns else ()
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         *assign,
@@ -148,11 +157,15 @@ def overlapped(*, agrees: bool = True, assigns: bool = False, micro_batches: int
     prepare = Operation("prepare", "deferred", "host", batch=1)
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     operations = (prepare, *agree, *of_next, *compute, *shared, dense, *others)
-    return Schedule(operations, {"ids": 2, "split": 2, "rows": 2, "gradients": 2})
+    return Schedule(operations, {"ids": 2, "slots": 2, "split": 2, "rows": 2, "gradients": 2})
 
 
-def _assign_slots(lane: Lane, *, batch: int) -> tuple[Operation, ...]:
-    """Return the operation that gives rows to new dynamic ids. It replaces the ids of the batch by rows."""
+def _assign_slots(lane: Lane, sent_on: Lane, *, samples: bool, batch: int) -> tuple[Operation, ...]:
+    """Return the operation that gives rows to new dynamic ids. It replaces the ids of the batch by rows.
+
+    `samples`: a second one sends these rows to the ranks that requested them.
+    """
+    send = Operation("send_slots", sent_on, "ids", ("assign_slots",), batch=batch, fills="slots", uses=("ids",))
     return (
         Operation(
             "assign_slots",
@@ -160,19 +173,21 @@ def _assign_slots(lane: Lane, *, batch: int) -> tuple[Operation, ...]:
             "host",
             ("send_ids",),
             batch=batch,
-            writes=("assigned",),
+            writes=("assigned", "evicted") if samples else ("assigned",),
             fills="ids",
             uses=("ids",),
             changes="identities",
         ),
+        *((send,) if samples else ()),
     )
 
 
-def _compute(micro_batches: int, ready: tuple[Dependency, ...]) -> list[Operation]:
+def _compute(micro_batches: int, ready: tuple[Dependency, ...], *, samples: bool) -> list[Operation]:
     """Return both passes of every micro-batch. Rows are in use until the last backward pass, which fills gradients."""
     operations: list[Operation] = []
+    used = ("rows", "slots") if samples else ("rows",)
     for part in range(micro_batches):
-        forward = Operation("forward", "compute", "forward", ready, part, uses=("rows",))
+        forward = Operation("forward", "compute", "forward", ready, part, uses=used)
         backward = Operation("backward", "compute", "backward", (forward.key,), part, fills="gradients", uses=("rows",))
         operations += [forward, backward]
     return operations

@@ -193,8 +193,12 @@ def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
     """Return the schedules of a step without and with overlap, checked for hazards."""
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
     assigns = bool(config.dynamic_tables)
-    without = require_safe(serial(sharded=sharded, assigns=assigns, micro_batches=parts))
-    return {False: without, True: require_safe(overlapped(assigns=assigns, micro_batches=parts))}
+    samples = config.samples_slots
+    without = require_safe(serial(sharded=sharded, assigns=assigns, samples=samples, micro_batches=parts))
+    return {
+        False: without,
+        True: require_safe(overlapped(assigns=assigns, samples=samples, micro_batches=parts)),
+    }
 
 
 def _build_cost(config: RunConfig, model: Model | None) -> Cost:

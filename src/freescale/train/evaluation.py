@@ -15,7 +15,8 @@ from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
 from freescale.data.feature_schema import FeatureSchema
 from freescale.data.loader import Loader
-from freescale.data.vocabulary import DataIdentity
+from freescale.data.vocabulary import FIRST_SLOT, DataIdentity
+from freescale.embedding.zero_collision_layout import EMPTY
 from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.retrieval import Retrieval
@@ -125,6 +126,20 @@ class TargetRanks(NamedTuple):
     """Targets outside the vocabulary, which share rows."""
 
 
+class _CorpusPart(NamedTuple):
+    """Consecutive items of the corpus."""
+
+    first: int
+    """Number of the first one."""
+    ids: Tensor
+    """EMPTY where a slot of dynamic items is free."""
+    rows: Tensor
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """Return the score of each item for each query; -inf where there is no item."""
+        return (queries @ self.rows.T).masked_fill_(self.ids == EMPTY, float("-inf"))
+
+
 @dataclass(frozen=True)
 class Corpus:
     """All items and the model that scores them. Every rank must call it equally often: fetching rows is collective.
@@ -135,7 +150,7 @@ class Corpus:
 
     module: SequenceModule
     items: int
-    """Items that can be recommended; rows beyond them are shared by unknown items."""
+    """Items that can be recommended; rows beyond them are shared by unknown items. With dynamic ids: those in slots."""
     device: torch.device
     exclude_seen: bool = True
     chunk: int = 8_192
@@ -150,24 +165,24 @@ class Corpus:
         batch = batch.to(self.device)
         assert batch.targets is not None
         has_target = (batch.targets.lengths > 0) & (batch.history.lengths > 0)
-        target = batch.targets["item_id"][batch.targets.offsets[:-1][has_target]]
+        target_id = batch.targets["item_id"][batch.targets.offsets[:-1][has_target]]
         queries = self._queries(batch)[has_target]
         # A matrix product like those below, so that equal scores compare equal.
-        target_score = (queries @ self._rows(target).T).diagonal()
+        target_score = (queries @ self._rows(target_id).T).diagonal()
+        target, unknown = self._numbers(target_id)
         sample, item = self._excluded_pairs(batch)
         kept = has_target[sample]
         sample, item = (has_target.cumsum(0) - 1)[sample[kept]], item[kept]
-        unknown = target >= self.items
         seen = torch.zeros_like(unknown)
         seen[sample[item == target[sample]]] = True
         seen &= ~unknown  # unknown items share rows: the same row in the history may be another item
-        each = torch.arange(len(target), device=self.device)
-        sample, item = _unique_pairs(torch.cat([sample, each]), torch.cat([item, target]))
+        known = (~unknown).nonzero()[:, 0]
+        sample, item = _unique_pairs(torch.cat([sample, known]), torch.cat([item, target[known]]))
         before = torch.zeros_like(target)
-        for first, rows in self._chunks():
-            scores = queries @ rows.T
+        for chunk in self._chunks():
+            scores = chunk.scores(queries)
             before += (scores >= target_score[:, None]).sum(1)
-            at = _pairs_in_chunk(sample, item, first, len(rows))
+            at = _pairs_in_chunk(sample, item, chunk.first, len(chunk.rows))
             before.index_add_(0, at[0], -(scores[at] >= target_score[at[0]]).long())
         return TargetRanks(before.double().masked_fill(seen | unknown, float("inf")), seen, unknown)
 
@@ -181,19 +196,20 @@ class Corpus:
         queries = self._queries(batch)
         excluded = self._excluded_pairs(batch)
         best, scores = batch.sample_id.new_zeros(len(batch), 0), queries.new_zeros(len(batch), 0)
-        for first, rows in self._chunks():
-            chunk_scores = queries @ rows.T
-            chunk_scores[_pairs_in_chunk(*excluded, first, len(rows))] = float("-inf")
-            highest, at = chunk_scores.topk(min(count, len(rows)), dim=1)
-            scores, order = torch.cat([scores, highest], dim=1).topk(min(count, first + len(rows)), dim=1)
-            best = torch.cat([best, at + first], dim=1).gather(1, order)
+        for chunk in self._chunks():
+            chunk_scores, size = chunk.scores(queries), len(chunk.rows)
+            chunk_scores[_pairs_in_chunk(*excluded, chunk.first, size)] = float("-inf")
+            highest, at = chunk_scores.topk(min(count, size), dim=1)
+            scores, order = torch.cat([scores, highest], dim=1).topk(min(count, chunk.first + size), dim=1)
+            best = torch.cat([best, chunk.ids[at]], dim=1).gather(1, order)
         return best, scores
 
     def _excluded_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each pair of sample and item that cannot be recommended once."""
         if not self.exclude_seen:
             return batch.sample_id.new_zeros(0), batch.sample_id.new_zeros(0)
-        return _unique_pairs(_sample_of_events(batch.history), batch.history["item_id"])
+        number, unknown = self._numbers(batch.history["item_id"])
+        return _unique_pairs(_sample_of_events(batch.history)[~unknown], number[~unknown])
 
     @property
     def _model(self) -> Retrieval:
@@ -204,9 +220,23 @@ class Corpus:
         inputs = self._model.prepare_query(batch)
         return self._model.encode_query(inputs, self.module.read_rows(inputs.ids))
 
-    def _chunks(self) -> Iterator[tuple[int, Tensor]]:
-        for first in range(0, self.items, self.chunk):
-            yield first, self._rows(torch.arange(first, min(first + self.chunk, self.items), device=self.device))
+    def _numbers(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of each item in the corpus, and which have none. The number of a dynamic id is its slot."""
+        if self.module.item_slots is None:
+            return ids, ids >= self.items
+        number = self.module.identify_items(ids)
+        return number, number == EMPTY
+
+    def _chunks(self) -> Iterator["_CorpusPart"]:
+        """Yield all items that can be recommended."""
+        slots = self.module.item_slots
+        count = self.items if slots is None else slots
+        for first in range(0, count, self.chunk):
+            ids = torch.arange(first, min(first + self.chunk, count), device=self.device)
+            if slots is None:
+                yield _CorpusPart(first, ids, self._rows(ids))
+            else:
+                yield _CorpusPart(first, self.module.identify_items(FIRST_SLOT - ids), self._rows(FIRST_SLOT - ids))
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the item vectors that queries are compared with."""

@@ -74,6 +74,18 @@ class SequenceModule(nn.Module):
         (unique,) = self.unique_ids([dict.fromkeys(self.model.tables, none) | dict(ids)])
         return self.rows(unique, None if self.sharded is None else self.sharded.read(unique))
 
+    @property
+    def item_slots(self) -> int | None:
+        """The number of slots of dynamic items; None if items have a vocabulary."""
+        tables = [] if self.sharded is None else self.sharded.tables
+        layout = next((table.layout for table in tables if table.name == "item"), None)
+        return None if layout is None else layout.buckets * layout.slots
+
+    def identify_items(self, requests: Tensor) -> Tensor:
+        """Return the slots of dynamic items, and the items in slots (see `ShardedTables.identify`). Collective."""
+        assert self.sharded is not None
+        return self.sharded.identify("item", requests)
+
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights under the model's own names, replicated tables as `tables.NAME`."""
         weights = {name.removeprefix("model."): value for name, value in self.state_dict().items()}
@@ -119,7 +131,8 @@ def model_tables(config: RunConfig, model: Model) -> list[Table]:
     found = []
     for name, (rows, dim) in model.tables.items():
         layout = BucketLayout.of(rows) if name in config.dynamic_tables else None
-        found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout))
+        sampled = name == "item" and config.samples_slots
+        found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout, sampled))
     return found
 
 

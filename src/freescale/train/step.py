@@ -56,6 +56,7 @@ def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> 
         "agree": step.agree,
         "send_ids": on_rows(RowOperations.send_ids),
         "assign_slots": on_rows(RowOperations.assign_slots),  # with dynamic ids
+        "send_slots": on_rows(RowOperations.send_slots),  # with dynamic items as negatives
         "look_up": on_rows(RowOperations.look_up),  # serial
         "send_rows": on_rows(RowOperations.send_rows),  # serial
         "split": on_rows(RowOperations.split),  # overlapped
@@ -235,7 +236,7 @@ class Step:
             values.requires_grad_()
         bf16 = self._config.precision == "bf16"
         with torch.autocast(self._world.device.type, torch.bfloat16, enabled=bf16), self._gradient_sync(part):
-            total = self._parallel(state.inputs[part], state.unique_ids[part], rows)
+            total = self._parallel(state.inputs[part], state.embedding.merge(state.unique_ids[part]), rows)
         state.losses.append(total / max(1, state.loss_terms))
 
     def backward(self, state: StepState, operation: Operation) -> None:
