@@ -89,6 +89,9 @@ class ImportOptions:
     """Text encoding (events)."""
     vocabulary: Path | None = None
     """A data set whose ids of items and features are kept; keys it lacks share a few rows."""
+    raw_ids: tuple[str, ...] = ()
+    """Columns for dynamic ids, which need no vocabulary: item_id, or features that are ids or sets. Whole numbers of
+    items stay as they are; text is hashed to 63 bits."""
     on_bad: Literal["stop", "skip"] = "stop"
     """stop at the first unusable line, or skip: count them and write them to a quarantine file next to the data."""
     memory_mb: int = 1024
@@ -138,6 +141,9 @@ def _check_import(options: ImportOptions, prog: str) -> None:
     if options.format == "histories" and (options.vocabulary or len(options.paths) > 2):
         what = "histories are one folder of Parquet files, whose items are numbered already"
         raise UsageError(what, remedy=f"{prog} histories FOLDER NEW_FOLDER")
+    if options.raw_ids and (options.vocabulary or options.format == "histories"):
+        what = "raw ids need no vocabulary, and those of histories stay as they are"
+        raise UsageError(what, remedy="leave out --vocabulary or --raw-ids")
     _check_features(options)
 
 
@@ -183,7 +189,7 @@ def _import_log(
             impressions = importers.open_log(options.format, job)
         memory = options.memory_mb << 20
         log = histories.ImportJob(events, scratch, quarantine, memory, impressions, max_history=options.max_history)
-        return histories.write_histories(log, target, vocabulary=options.vocabulary)
+        return histories.write_histories(log, target, vocabulary=options.vocabulary, raw=options.raw_ids)
 
 
 def _parse(features: Sequence[str], options: ImportOptions) -> tuple[FeatureColumn, ...]:

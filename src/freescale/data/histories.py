@@ -5,7 +5,7 @@ bucket fits in memory. Each bucket becomes histories or, with impressions, ranki
 ranges of the time of their last event (or impression), the order in which a production system would have logged them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,6 @@ from freescale.data.event_log import LOG_ORDER, EventLog, rescale_ticks, usable_
 from freescale.data.numbering import (
     FeatureVocabularies,
     KeyNumbering,
-    assign_ids,
     count_keys,
     load_vocabulary,
     merge_counts,
@@ -31,8 +30,8 @@ from freescale.data.numbering import (
 )
 from freescale.data.order import concat_ranges
 from freescale.data.validation import Quarantine
-from freescale.data.vocabulary import VOCABULARY_FILE, fingerprint
-from freescale.errors import DataError, reason
+from freescale.data.vocabulary import RAW_IDS, fingerprint
+from freescale.errors import DataError, UsageError, reason
 from freescale.log import info_once, warning_once
 from freescale.progress import progress, track
 
@@ -73,12 +72,17 @@ class ImportSummary:
     """Rows of the data set: one per user, or with impressions one per user and timestamp."""
 
 
-def write_histories(job: ImportJob, target: str | Path, *, vocabulary: Path | None = None) -> ImportSummary:
-    """Import events into a data set at `target`, with new vocabularies or those of an earlier data set."""
+def write_histories(
+    job: ImportJob, target: str | Path, *, vocabulary: Path | None = None, raw: Collection[str] = ()
+) -> ImportSummary:
+    """Import events into a data set at `target`, with new vocabularies or those of an earlier data set.
+
+    `raw`: columns with raw ids, for dynamic tables.
+    """
     known = None if vocabulary is None else load_vocabulary(vocabulary)
     try:
         with writer.atomic_folder(target) as folder:
-            return _Importer(job, folder, FeatureVocabularies(folder, vocabulary)).run(known)
+            return _Importer(job, folder, FeatureVocabularies(folder, vocabulary, raw)).run(known)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, OSError) as error:
         remedy = "check its format and encoding"
         raise DataError(f"the log cannot be read: {reason(error)}", where=job.events.name, remedy=remedy) from error
@@ -117,14 +121,14 @@ class _Importer:
         if self._job.impressions:  # labels are those of candidates
             self._tables[0] = self._tables[0].drop(pl.selectors.starts_with("label_"))
         self._unify_types()
+        self._require_raw_columns()
         key_counts = [count_keys(table, "item_id") for table in self._tables]
         events, *_ = totals = [int(counts["count"].sum()) for counts in key_counts]
         for total, log in zip(totals, self._logs, strict=True):
             if not total:
                 raise DataError("the log contains no usable event", where=log.name, remedy="check its format")
         counts = merge_counts(key_counts[0], key_counts[1:])
-        items = assign_ids(counts, known, column="the items")
-        save_keys(items.vocabulary, self._folder / VOCABULARY_FILE)
+        items = self._vocabularies.number_items(counts, known)
         for column, kind in self._job.events.kinds.items():
             self._tables[0] = self._vocabularies.number_column(self._tables[0], column, kind)
         self._number_side_tables(counts, items, events)
@@ -133,6 +137,15 @@ class _Importer:
         manifest = self._write(written, events, items.vocabulary["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
         return ImportSummary(distinct, len(items.vocabulary), manifest.events, items.unknown, manifest.rows)
+
+    def _require_raw_columns(self) -> None:
+        """Refuse raw ids of columns that hold no ids."""
+        events = self._job.events
+        sides = [table.kinds for table in (events.items, events.users) if table is not None]
+        columns = {"item_id", *events.kinds, *(name for kinds in sides for name in kinds)}
+        if wrong := sorted(set(self._vocabularies.raw) - columns):
+            what = f"'{wrong[0]}' cannot have raw ids: it is not a column of ids of this import"
+            raise UsageError(what, where=events.name, remedy=f"columns of ids: {', '.join(sorted(columns))}")
 
     def _number_side_tables(self, counts: pl.DataFrame, items: KeyNumbering, events: int) -> None:
         """Replace the keys of items and users by ids, in the log and in the side tables."""
@@ -232,13 +245,13 @@ class _Importer:
         lists = sum(kind.is_nested() for kind in histories.collect_schema().values())
         rows = writer.rows_per_group(len(last), events, lists)
         note = f"imported from {', '.join(events.name for events in self._logs)}"
-        ordered = _in_time_order(histories, cuts)
+        ordered, is_raw = _in_time_order(histories, cuts), "item_id" in self._vocabularies.raw
         return writer.write_dataset(
             self._folder,
             ordered,
             rows_per_group=rows,
-            items=len(items),
-            vocabulary=fingerprint(items.to_arrow()),
+            items=0 if is_raw else len(items),
+            vocabulary=RAW_IDS if is_raw else fingerprint(items.to_arrow()),
             note=note,
             features=self._vocabularies.sizes,
             expected_rows=len(last),

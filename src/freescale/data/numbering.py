@@ -1,10 +1,13 @@
 """Number keys by popularity: count the keys of a log in bounded memory, assign ids, and save the vocabularies.
 
 Row i of a vocabulary file holds the key with id i and how often it occurs. With the vocabulary of an earlier data set,
-keys that it lacks get a stable hashed id after its end.
+keys that it lacks get a stable hashed id after its end. Raw ids, for dynamic tables, need no vocabulary: whole numbers
+stay, text is hashed to 63 bits, and the file has a column `id` for lookups.
 """
 
+import hashlib
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +36,7 @@ class KeyNumbering(NamedTuple):
     def replace(self, column: str, kind: Kind) -> pl.Expr:
         """Expression that replaces text keys of a column by ids."""
         # An Enum looks keys up in one hash table, which a join or `replace` would build again for every batch.
-        enum, known = pl.Enum(self.ids["key"]), len(self.vocabulary)
+        enum, known = pl.Enum(self.ids["key"]), 0 if "id" in self.vocabulary.columns else len(self.vocabulary)
         physical = pl.element() if kind == "set" else pl.col(column).cast(enum)
         numbers = physical.to_physical().cast(pl.Int64)
         if len(self.ids) > known:
@@ -75,6 +78,27 @@ def assign_ids(counts: pl.DataFrame, known: pl.DataFrame | None, *, column: str)
     return KeyNumbering(known, pl.concat([numbered, others]), int(unknown["count"].sum()))
 
 
+def keep_ids(counts: pl.DataFrame, *, column: str) -> KeyNumbering:
+    """Keep whole numbers as ids, and hash text to 63 bits. No two keys may have one id."""
+    keys = counts["key"]
+    if keys.dtype == pl.String:
+        numbers = pl.Series([_hash_text(key) for key in keys], dtype=pl.Int64)
+    else:
+        numbers = keys.cast(pl.Int64)
+        if len(keys) and int(keys.min()) < 0:  # type: ignore[arg-type]
+            what = f"{int(keys.min())} cannot be a raw id of {column}: ids are 0 or more"  # type: ignore[arg-type]
+            raise DataError(what, remedy="give that key another number, or write the keys as text")
+    kept = counts.with_columns(id=numbers)
+    if (same := kept.filter(pl.col("id").is_duplicated()).sort("id")).height:
+        pair = " and ".join(repr(key) for key in same["key"][:2])
+        raise DataError(f"{pair} of {column} have the same 63-bit hash", remedy="rename one of the two")
+    return KeyNumbering(kept.sort("id"), kept.select("key", number="id"), 0)
+
+
+def _hash_text(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
 def save_keys(keys: pl.DataFrame, path: Path) -> None:
     """Write keys and counts."""
     pq.write_table(keys.to_arrow(), path, write_page_checksum=True, compression="zstd")
@@ -97,8 +121,8 @@ def load_vocabulary(folder: Path, file: str = VOCABULARY_FILE) -> pl.DataFrame:
 class FeatureVocabularies:
     """Numbers the categorical columns of one import and saves their vocabularies."""
 
-    def __init__(self, folder: Path, known: Path | None) -> None:
-        self._folder, self._known = folder, known
+    def __init__(self, folder: Path, known: Path | None, raw: Collection[str] = ()) -> None:
+        self._folder, self._known, self.raw = folder, known, raw
         self.sizes: dict[str, int] = {}
         """Size of the vocabulary of every column so far."""
 
@@ -123,8 +147,19 @@ class FeatureVocabularies:
             found = found.with_columns(numbering.replace(column, kind))
         return found.drop(KEY, "_count").rename({"_id": name})
 
+    def number_items(self, counts: pl.DataFrame, known: pl.DataFrame | None) -> KeyNumbering:
+        """Assign ids to the items."""
+        raw = "item_id" in self.raw
+        items = keep_ids(counts, column="the items") if raw else assign_ids(counts, known, column="the items")
+        save_keys(items.vocabulary, self._folder / VOCABULARY_FILE)
+        return items
+
     def _assign(self, column: str, counts: pl.DataFrame) -> KeyNumbering:
         file, known = feature_vocabulary_file(column), None
+        if column in self.raw:
+            numbering = keep_ids(counts, column=f"feature '{column}'")
+            save_keys(numbering.vocabulary, self._folder / file)
+            return numbering
         if self._known is not None:
             if (self._known / file).exists():
                 known = load_vocabulary(self._known, file)

@@ -22,6 +22,8 @@ from freescale.log import warning_once
 
 VOCABULARY_FILE = "vocabulary.parquet"
 """Vocabulary of the items, beside the data."""
+RAW_IDS = "raw ids"
+"""Instead of the digest of a vocabulary: item ids mean the same in all such data sets."""
 MISSING_ID = -2
 """Among dynamic ids, that of missing values."""
 FIRST_SLOT = -3

@@ -27,6 +27,7 @@ from freescale.checkpoint import checkpoints
 from freescale.checkpoint.run_folder import require_start
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
+from freescale.data.vocabulary import RAW_IDS
 from freescale.embedding.prioritized import EmbeddingMemory
 from freescale.embedding.tables import Table
 from freescale.errors import INTERRUPTED, DataError, UsageError
@@ -249,6 +250,9 @@ def _require_columns(config: RunConfig, loader: Loader) -> None:
     if not loader.vocabulary.items:
         what = "this data set has no item count, so the size of the item table is unknown"
         remedy = f"count the items: freescale data import histories {config.data.path} NEW_FOLDER"
+        if loader.identity.vocabulary == RAW_IDS:
+            what = "this data set holds raw ids of items, which need a dynamic table"
+            remedy = '[features.item] with ids = "dynamic" and rows, the items that have a row at a time'
         raise DataError(what, where=config.data.path, remedy=remedy)
 
 

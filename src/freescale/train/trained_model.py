@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -113,10 +114,19 @@ class _LogKeys(NamedTuple):
 
     users: pa.Array | None
     items: pa.Array | None
+    item_ids: pa.Array | None
+    """Raw ids of the items, ascending; None where the id of an item is its place."""
 
     @staticmethod
     def read(data: Path) -> "_LogKeys":
-        return _LogKeys(_key_column(data / USERS_FILE), _key_column(data / VOCABULARY))
+        users, items = data / USERS_FILE, data / VOCABULARY
+        return _LogKeys(_column(users, "key"), _column(items, "key"), _column(items, "id"))
+
+    def of_items(self, ids: pa.Array) -> pa.Array:
+        """Return the keys of items; null for raw ids that this data set does not have."""
+        if self.items is None:
+            return ids
+        return self.items.take(ids if self.item_ids is None else pc.index_in(ids, self.item_ids))  # type: ignore[attr-defined]
 
     def schema(self) -> pa.Schema:
         user = pa.int64() if self.users is None else self.users.type
@@ -161,7 +171,7 @@ def _prediction_tables(trained: TrainedModel, loader: Loader, keys: _LogKeys, co
         columns = {
             "user": user_id if keys.users is None else keys.users.take(user_id),
             "user_id": user_id,
-            "item": _list_array(offsets, items if keys.items is None else keys.items.take(items)),
+            "item": _list_array(offsets, keys.of_items(items)),
             "item_id": _list_array(offsets, items),
             "score": _list_array(offsets, pa.array(scores[recommended].numpy())),
         }
@@ -172,5 +182,8 @@ def _list_array(offsets: Tensor, values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets.numpy(), pa.int32()), values)
 
 
-def _key_column(path: Path) -> pa.Array | None:
-    return pq.read_table(path, columns=["key"])["key"].combine_chunks() if path.exists() else None
+def _column(path: Path, name: str) -> pa.Array | None:
+    """Return a column of a file; None if there is none."""
+    if not path.exists() or name not in pq.read_schema(path).names:
+        return None
+    return pq.read_table(path, columns=[name])[name].combine_chunks()
