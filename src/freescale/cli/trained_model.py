@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -63,13 +63,18 @@ class PredictOptions(TrainedModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(TrainedModelOptions):
-    """Write weights as safetensors with the vocabulary and the config, and read everything back.
+    """Write a trained model: as weights, or as programs that answer requests without this package.
 
     freescale export runs/latest model/
+
+    freescale export runs/latest model/ --format pt2
     """
 
     out: tyro.conf.Positional[Path]
     """Folder to write."""
+    format: Literal["safetensors", "pt2", "aoti"] = "safetensors"
+    """safetensors: weights with the vocabulary and the config, read back after writing. pt2: programs for serving by
+    torch.export, weights apart, and serve.py. aoti: the same, compiled for this machine; needs a C++ compiler."""
 
 
 def run_evaluate(argv: Sequence[str], prog: str) -> int:
@@ -116,10 +121,14 @@ def run_export(argv: Sequence[str], prog: str) -> int:
     options = parse(ExportOptions, argv, prog)
 
     def export(trained: "TrainedModel") -> None:
+        from freescale.serving.package import write_package
         from freescale.train.trained_model import export_model
 
         with progress(f"writing {options.out}"):
-            files = export_model(trained, options.out)
+            if options.format == "safetensors":
+                files = export_model(trained, options.out)
+            else:
+                files = write_package(trained, options.out, options.format)
         if trained.world.is_rank_zero:
             say(*(str(options.out / name) for name in files))
 

@@ -10,6 +10,7 @@ from freescale.config import ModelConfig
 from freescale.models.attention.operators import hstu_attention, softmax_attention
 from freescale.models.jagged import TIME_BUCKETS, BiasTables, JaggedLayout
 from freescale.models.keyed import Keys
+from freescale.models.plain_layout import PlainLayout
 
 
 class InputEmbedding(nn.Module):
@@ -20,7 +21,7 @@ class InputEmbedding(nn.Module):
         self._scale, self._dropout = config.dim**0.5, config.dropout
         self.position = nn.Parameter(torch.empty(max_seq_len, config.dim).normal_(std=config.dim**-0.5))
 
-    def forward(self, x: Tensor, layout: JaggedLayout, keys: Keys | None) -> Tensor:
+    def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None) -> Tensor:
         """Embed packed events [tokens, dim]. `keys` enable dropout."""
         x = x * self._scale + F.embedding(layout.limits, self.position)
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
@@ -33,7 +34,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.stem, self.blocks, self.last = InputEmbedding(config, max_seq_len), nn.ModuleList(blocks), last
 
-    def forward(self, x: Tensor, layout: JaggedLayout, keys: Keys | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None = None) -> Tensor:
         """Encode packed events [tokens, dim]."""
         x = self.stem(x, layout, keys)
         for block in self.blocks:
@@ -66,7 +67,7 @@ class HSTUBlock(nn.Module):
         self.after = nn.LayerNorm(config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, layout: JaggedLayout, keys: Keys | None) -> Tensor:
+    def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None) -> Tensor:
         """Mix the events of each sample. `keys` enable dropout."""
         u, v, q, k = F.silu(self.uvqk(self.before(x))).chunk(4, dim=-1)
         q, k, v = (part.unflatten(-1, (self._heads, -1)) for part in (q, k, v))
@@ -96,7 +97,7 @@ class SASRecBlock(nn.Module):
         self.between = nn.LayerNorm(config.dim)
         self.widen, self.narrow = nn.Linear(config.dim, config.dim), nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, layout: JaggedLayout, keys: Keys | None) -> Tensor:
+    def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None) -> Tensor:
         """Mix the events of each sample. `keys` enable dropout."""
 
         def dropout(y: Tensor, site: int) -> Tensor:

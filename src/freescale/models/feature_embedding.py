@@ -95,9 +95,9 @@ class FeatureEmbedding(nn.Module):
                 members = batch.sets[set_group(part, column)][""]
                 values[feature.name] = FeatureValues(ids.add(feature.table, members), counts=columns[column])
             elif feature.table:
-                values[feature.name] = FeatureValues(ids.add(feature.table, self._ids(feature, columns[column])))
+                values[feature.name] = FeatureValues(ids.add(feature.table, self.ids(feature, columns[column])))
             else:
-                values[feature.name] = FeatureValues(dense=self._dense(feature, columns[column]))
+                values[feature.name] = FeatureValues(dense=self.dense(feature, columns[column]))
         return values
 
     def forward(self, values: Mapping[str, FeatureValues], rows: Mapping[str, Rows]) -> Tensor | None:
@@ -138,15 +138,15 @@ class FeatureEmbedding(nn.Module):
             if part is None:
                 ids = batch.scalars["user_id"] if name == "user" else candidates["candidate_id"]
             elif part.config.scope == "user":
-                ids = self._ids(part, batch.scalars[part.column])
+                ids = self.ids(part, batch.scalars[part.column])
             else:
-                ids = self._ids(part, candidates[candidate_column(part.column)])
+                ids = self.ids(part, candidates[candidate_column(part.column)])
             if name == "user" or (part is not None and part.config.scope == "user"):
                 ids = ids.repeat_interleave(lengths, output_size=len(key))
             key = splitmix64(key ^ ids)
         return (key & _POSITIVE) % feature.config.rows
 
-    def _ids(self, feature: Feature, column: Tensor) -> Tensor:
+    def ids(self, feature: Feature, column: Tensor) -> Tensor:
         """Return the table ids of a column. Ids are mapped to rows by the loader, except for users."""
         if feature.config.ids == "dynamic":
             return column
@@ -162,7 +162,7 @@ class FeatureEmbedding(nn.Module):
         bucket = torch.bucketize(column.to(edges.dtype), edges, right=True)
         return torch.where(column.isnan(), feature.config.buckets, bucket)
 
-    def _dense(self, feature: Feature, column: Tensor) -> Tensor:
+    def dense(self, feature: Feature, column: Tensor) -> Tensor:
         """Return the dense values of a column: a standardized number, or the bits of a mask."""
         if feature.config.kind == "bits":
             bits = torch.arange(feature.config.bits, device=column.device)
@@ -178,6 +178,8 @@ class FeatureEmbedding(nn.Module):
     def _statistics_on_host(self, name: str) -> Tensor:
         """Return a copy for columns of the host, made anew when the statistics have changed."""
         buffer = self._statistics(name)
+        if torch.compiler.is_exporting():
+            return buffer
         kept, version, copy = self._copies.get(name, (None, 0, buffer))
         if kept is not buffer or version != buffer._version:
             copy = buffer.cpu()

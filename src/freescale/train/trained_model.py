@@ -109,7 +109,7 @@ class PredictionCounts(NamedTuple):
     """Users for whom fewer items could be recommended than requested."""
 
 
-class _LogKeys(NamedTuple):
+class LogKeys(NamedTuple):
     """The keys of users and items in the log; None where their numbers are the keys."""
 
     users: pa.Array | None
@@ -118,9 +118,10 @@ class _LogKeys(NamedTuple):
     """Raw ids of the items, ascending; None where the id of an item is its place."""
 
     @staticmethod
-    def read(data: Path) -> "_LogKeys":
+    def read(data: Path) -> "LogKeys":
+        """Read the keys of a data set."""
         users, items = data / USERS_FILE, data / VOCABULARY
-        return _LogKeys(_column(users, "key"), _column(items, "key"), _column(items, "id"))
+        return LogKeys(_column(users, "key"), _column(items, "key"), _column(items, "id"))
 
     def of_items(self, ids: pa.Array) -> pa.Array:
         """Return the keys of items; null for raw ids that this data set does not have."""
@@ -129,6 +130,7 @@ class _LogKeys(NamedTuple):
         return self.items.take(ids if self.item_ids is None else pc.index_in(ids, self.item_ids))  # type: ignore[attr-defined]
 
     def schema(self) -> pa.Schema:
+        """Return the columns of predictions."""
         user = pa.int64() if self.users is None else self.users.type
         item = pa.int64() if self.items is None else self.items.type
         lists = {"item": item, "item_id": pa.int64(), "score": pa.float32()}
@@ -149,7 +151,7 @@ def write_predictions(trained: TrainedModel, folder: Path, *, count: int) -> Pre
     world.transport.sum(0, name="look at the folder")  # no rank writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader.from_run(trained.config, rank=world.rank, world_size=world.world_size, data=data)
-    keys = _LogKeys.read(Path(data.path))
+    keys = LogKeys.read(Path(data.path))
     users = short = 0
     with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", keys.schema()) as writer:
         for table in _prediction_tables(trained, loader, keys, count):
@@ -159,7 +161,7 @@ def write_predictions(trained: TrainedModel, folder: Path, *, count: int) -> Pre
     return PredictionCounts(users, short)
 
 
-def _prediction_tables(trained: TrainedModel, loader: Loader, keys: _LogKeys, count: int) -> Iterator[pa.Table]:
+def _prediction_tables(trained: TrainedModel, loader: Loader, keys: LogKeys, count: int) -> Iterator[pa.Table]:
     corpus = trained.corpus()
     for batch in track(loader, "ranking users", unit="batches"):
         best, scores = corpus.top(batch, count)

@@ -1,8 +1,9 @@
 """Attention as torch operators: HSTU's pointwise attention and SASRec's softmax attention.
 
 `torch.compile` sees one node with known shapes for each. This is the only place that selects an implementation: for
-HSTU Triton kernels or `blocks`; for softmax torch's dense attention on padded batches. Flash attention for jagged
-batches is not used: its backward adds gradients by atomics, so two runs would differ.
+HSTU Triton kernels or `blocks`; for softmax torch's dense attention on padded batches; for serving the plain operators
+of the layout. Flash attention for jagged batches is not used: its backward adds gradients by atomics, so two runs would
+differ.
 """
 
 from types import ModuleType
@@ -17,12 +18,17 @@ from freescale.models.attention import blocks
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import BiasTables, JaggedLayout, PaddedBatch, is_visible, padded_batches
 from freescale.models.kernel_selection import has_triton
+from freescale.models.plain_layout import PlainLayout
 
 _NAME = "freescale::hstu_attention"
 
 
-def hstu_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, *, bias: BiasTables, scale: float) -> Tensor:
+def hstu_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout | PlainLayout, *, bias: BiasTables, scale: float
+) -> Tensor:
     """Pointwise attention: silu(q k + bias) / scale, summed over v. Tensors are [tokens, heads, width]."""
+    if not isinstance(layout, JaggedLayout):
+        return layout.hstu(q, k, v, bias, scale)
     assert layout.times is not None
     times = layout.times
     return hstu_operator(
@@ -84,8 +90,10 @@ hstu_operator.register_fake(lambda *args: _fake(args[2]))
 hstu_operator_backward.register_fake(lambda *args: tuple(map(_fake, (*args[1:4], *args[8:10]))))
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout | PlainLayout) -> Tensor:
     """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
+    if not isinstance(layout, JaggedLayout):
+        return layout.softmax(q, k, v)
     return softmax_operator(q, k, v, layout.spans, layout.limits)
 
 
