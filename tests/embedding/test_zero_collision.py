@@ -419,6 +419,13 @@ def test_initial_rows_depend_on_seed_table_and_id_only() -> None:
     assert len(many.unique()) == many.numel()
 
 
+def test_c_and_torch_make_the_same_initial_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(-(2**62), 2**62, (500,), generator=torch.Generator().manual_seed(0))
+    by_c = initial_rows(ids, 48, table="item", seed=3, deviation=0.3)
+    monkeypatch.setattr(zero_collision_ids, "load_library", lambda: "no compiler")
+    assert torch.equal(by_c, initial_rows(ids, 48, table="item", seed=3, deviation=0.3))
+
+
 def test_ids_that_a_rank_does_not_own_and_the_id_of_free_slots_are_refused() -> None:
     layout = BucketLayout(64, 4)
     mine, other = ([key for key in range(99) if int(layout.bucket_of(torch.tensor([key]))) // 32 == r] for r in (0, 1))

@@ -231,6 +231,17 @@ void sample(const table *t, const int64_t *rows, int64_t count, int64_t *found) 
     }
 }
 
+/* Initial rows of ids: uniform numbers from -scale to scale, by a hash of the key, the id and the column. */
+void initial_rows(const int64_t *ids, int64_t count, int64_t dim, int64_t key, double scale, double *restrict rows) {
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t hash = splitmix64((uint64_t)(ids[i] ^ key));
+        for (int64_t column = 0; column < dim; column++) {
+            double unit = (double)(int64_t)(splitmix64(hash + (uint64_t)column) >> 11) * 0x1p-53;
+            rows[i * dim + column] = (unit * 2.0 - 1.0) * scale;
+        }
+    }
+}
+
 /* Free the slots at rows. */
 void release(const table *t, const int64_t *rows, int64_t count) {
     int64_t offset = t->first * (t->slots + 1);

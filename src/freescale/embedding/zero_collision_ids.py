@@ -12,7 +12,7 @@ from torch import Tensor
 
 from freescale.data.order import derive_key
 from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout, EvictionPolicy, SlotArrays, StepTime
-from freescale.embedding.zero_collision_native import NativeSlots, load_library
+from freescale.embedding.zero_collision_native import NativeSlots, fill_initial_rows, load_library
 from freescale.embedding.zero_collision_torch import TorchSlots
 from freescale.errors import ConfigError
 from freescale.hashing import logical_shift_right, splitmix64
@@ -249,6 +249,10 @@ def initial_rows(ids: Tensor, dim: int, *, table: str, seed: int, deviation: flo
     key = int(derive_key(seed, zlib.crc32(table.encode())).view("int64")[0])
     column, scale = torch.arange(dim, device=ids.device), deviation * 3.0**0.5
     rows = torch.empty(len(ids), dim, dtype=torch.float64, device=ids.device)
+    library = load_library() if ids.device.type == "cpu" else ""
+    if not isinstance(library, str):
+        fill_initial_rows(rows, ids, key=key, scale=scale, library=library)
+        return rows
     chunk = max(1, _CACHED_NUMBERS // dim) if ids.device.type == "cpu" else max(1, len(ids))
     for part, values in zip(ids.split(chunk), rows.split(chunk), strict=True):
         number = splitmix64(splitmix64(part ^ key)[:, None] + column)

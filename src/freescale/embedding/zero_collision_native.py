@@ -92,5 +92,11 @@ class NativeSlots:
         self._library.release(self._table, _address(rows), _Count(len(rows)))
 
 
+def fill_initial_rows(rows: Tensor, ids: Tensor, *, key: int, scale: float, library: ctypes.CDLL) -> None:
+    """Write the initial rows of ids, as `zero_collision_ids.initial_rows` does with torch operators."""
+    sizes = map(_Count, (len(ids), rows.shape[1], key))
+    library.initial_rows(_address(ids.contiguous()), *sizes, ctypes.c_double(scale), _address(rows))
+
+
 def _address(x: Tensor) -> ctypes.c_void_p:
     return _Pointer(x.data_ptr())
