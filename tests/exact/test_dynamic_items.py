@@ -28,17 +28,20 @@ from tests.support.training import Arrays, apart, joined, same, small
 SLOTS = 128
 
 
-@pytest.fixture(scope="module")
-def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log in whose order items come and go: more than there are slots, some in every step."""
+def write_catalogue(path: Path) -> Path:
+    """Write a log in whose order items come and go: more than there are slots, some in every step."""
     rng = np.random.default_rng(1)
     lengths = rng.choice([2, 3, 5, 8, 20], 144).tolist()
     total, user = sum(lengths), np.repeat(np.arange(144), lengths)
     item = (rng.integers(0, 30, total) + 5 * user) * 0x9E3779B97F4A7
     columns = {"item_id": lists(lengths, item), "timestamp": lists(lengths, 1_000_000 + 500 * np.arange(total))}
-    path = tmp_path_factory.mktemp("catalogue") / "data"
     write_dataset(path, pa.table({"user_id": pa.array(np.arange(144)), **columns}), rows_per_group=4)
     return path
+
+
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_catalogue(tmp_path_factory.mktemp("catalogue") / "data")
 
 
 def dynamic_items(path: Path, *, eviction: str = "lru", admit_after: int = 1, **changes: Any) -> RunConfig:
