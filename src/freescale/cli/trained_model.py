@@ -121,13 +121,14 @@ def run_export(argv: Sequence[str], prog: str) -> int:
     options = parse(ExportOptions, argv, prog)
 
     def export(trained: "TrainedModel") -> None:
-        from freescale.serving.package import write_package
         from freescale.train.trained_model import export_model
 
         with progress(f"writing {options.out}"):
             if options.format == "safetensors":
                 files = export_model(trained, options.out)
             else:
+                from freescale.serving.package import write_package
+
                 files = write_package(trained, options.out, options.format)
         if trained.world.is_rank_zero:
             say(*(str(options.out / name) for name in files))

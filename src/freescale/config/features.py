@@ -39,9 +39,9 @@ class FeatureConfig:
     """Ids below this have a row of their own, others share data.oov_rows. 0: the size of the column's vocabulary. With
     ids = "dynamic": how many ids have a row of their own at a time."""
     ids: Literal["vocabulary", "dynamic"] = "vocabulary"
-    """vocabulary: the column holds numbers of a vocabulary. dynamic: it holds any 64-bit ids but -1. An id gets a row
-    when it occurs in training, and `eviction` says which id loses its row when there is no free one. Needs `rows`.
-    [features.item] with ids = "dynamic" does so for item_id, whose ids are 0 or more."""
+    """vocabulary: the column holds numbers of a vocabulary. dynamic: it holds any ids from 0 to 2^63 - 1. An id gets a
+    row when it occurs in training, and `eviction` says which id loses its row when there is no free one. Needs `rows`.
+    [features.item] with ids = "dynamic" does so for item_id."""
     admit_after: int = 1
     """Dynamic ids: an id gets a row in the n-th step in which it occurs, and shares one until then."""
     eviction: Literal["none", "ttl", "lru", "lfu"] = "none"

@@ -168,10 +168,9 @@ class EmbeddingExchange:
 
     def send_numbers(self, plan: AllToAllPlan, table: str, numbers: Tensor) -> Tensor:
         """Send a number for each requested row of one table; return those of this rank's unique ids."""
-        at, names = plan.tables.index(table), plan.tables
+        at = plan.tables.index(table)
         served, requested = ([[of_rank[at]] for of_rank in side] for side in (plan.served, plan.requested))
-        most, name = plan.largest[at], f"slots of {names[at]}"
-        got = self._start_transfer([numbers], served, requested, most=most, name=name)()
+        got = self._start_transfer([numbers], served, requested, most=plan.largest[at], name=f"slots of {table}")()
         return torch.empty_like(got).index_copy_(0, plan.index_by_table[table], got)
 
     def send_rows(self, plan: AllToAllPlan, rows: Mapping[str, Tensor]) -> PendingRows:

@@ -1,9 +1,9 @@
 """A folder that serves a trained model: programs, weights, item vectors, a description, and `serve.py`.
 
-QUERY.pt2 or HISTORY.pt2 and CANDIDATES.pt2   the programs, without weights
+query.pt2, or history.pt2 and candidates.pt2   the programs, without weights
 weights.safetensors                           all weights and tables; new ones need no new program
 items.npy, item_ids.npy, items.parquet        retrieval: unit vectors of all items, their ids and keys, for an index
-serving.json                                  columns of a request, bounds, versions, checksums, an example with answer
+serving.json                                  columns of a request, bounds, versions, checksums
 serve.py                                      answers requests with torch and numpy alone
 """
 
@@ -156,8 +156,9 @@ def _columns(config: RunConfig, loader: Loader, served: ServedModel) -> dict[str
 
 def _feature_column(feature: Feature, name: str, most: int) -> dict[str, Any]:
     is_id = feature.config.kind == "id" and feature.column != "user_id"
-    kind = "number" if feature.config.kind == "number" else feature.config.kind
-    return _column(name, kind, most, feature.table if is_id else "", feature.vocabulary if is_id else None)
+    return _column(
+        name, feature.config.kind, most, feature.table if is_id else "", feature.vocabulary if is_id else None
+    )
 
 
 def _column(
@@ -166,7 +167,6 @@ def _column(
     """Describe a column. `most`: entries of a request; 0: one value per request."""
     noun = "number" if kind == "number" else "integer"
     means = f"a list of {noun}s" if most else f"{'a' if noun == 'number' else 'an'} {noun}"
-    fixed = vocabulary is not None and not vocabulary.dynamic
-    known, shared = (vocabulary.items, vocabulary.oov_rows) if fixed and vocabulary is not None else (0, 0)
+    known, shared = (0, 0) if vocabulary is None or vocabulary.dynamic else (vocabulary.items, vocabulary.oov_rows)
     facts = {"input": name, "kind": kind, "most": most, "means": means, "table": table}
     return facts | {"known": known, "shared": shared}

@@ -1,11 +1,11 @@
 """A trained model as functions of padded tensors: what `torch.export` traces. The modules are those of training.
 
-Every program takes its weights as inputs, so that new weights need no new program. `Programs.query` is retrieval: the
-vector of each user. Ranking has two: `history` returns the keys and values of a history, `candidates` scores any number
-of candidates with them, now or later.
+Every program takes its weights as inputs, so that new weights need no new program. Retrieval has one,
+`query`: the vector of each user. Ranking has two: `history` returns the keys and values of a history, `candidates`
+scores any number of candidates with them, now or later.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,11 @@ from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 
 Tensors = Mapping[str, Tensor]
-_TABLES = "tables."
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of weights and inputs, with inputs of the smallest dynamic sizes to trace it with."""
+    """A function of weights and inputs, with example inputs to trace it with."""
 
     module: nn.Module
     example: dict[str, Tensor]
@@ -55,7 +54,7 @@ class ServedModel(nn.Module):
         """Encode histories: [samples, tokens, dim]."""
         samples, columns = inputs["item"].shape
         inputs = {name: _unified(value, samples, columns) for name, value in inputs.items()}
-        x, event, query = self._embed("history", inputs, inputs["item"]), inputs["timestamp"], self._query_times(inputs)
+        x, event, query = self.embed("history", inputs, inputs["item"]), inputs["timestamp"], self._query_times(inputs)
         if users := self.model.features.applicable("sample"):
             prefix = torch.stack([self._feature(one, inputs[one.column]) for one in users], dim=1)
             position = torch.arange(columns, device=x.device)
@@ -83,7 +82,7 @@ class ServedModel(nn.Module):
         """Number of prefix tokens."""
         return len(self.model.features.applicable("sample"))
 
-    def _embed(self, part: Part, inputs: Tensors, items: Tensor) -> Tensor:
+    def embed(self, part: Part, inputs: Tensors, items: Tensor) -> Tensor:
         """Return the embeddings of events or candidates: [samples, columns, dim]."""
         x = F.embedding(items, self.tables["item"])
         for feature in self.model.features.applicable(part):
@@ -104,89 +103,77 @@ class ServedModel(nn.Module):
         return embedded.unflatten(0, column.shape)
 
 
-class QueryProgram(nn.Module):
-    """Retrieval: the vector of each user."""
+def query(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
+    """Return the unit vector of each user, to compare with the vectors of items; 0 without events."""
+    output, _ = served.encode(inputs)
+    last = (served.prefix + inputs["length"] - 1).clamp(min=0)
+    at_last = output.gather(1, last[:, None, None].expand(-1, -1, output.shape[2]))[:, 0]
+    return {"vector": F.normalize(at_last, dim=-1) * (inputs["length"] > 0)[:, None]}
 
-    def __init__(self, served: ServedModel) -> None:
+
+def history(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
+    """Return the keys and values of histories: [layers, 2, samples, heads, tokens, width]."""
+    _, layout = served.encode(inputs)
+    return {"kept": torch.stack(layout.kept)}
+
+
+def candidates(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
+    """Return one output per candidate and label, after histories that are kept: a probability, or a number."""
+    model = served.model
+    assert isinstance(model, Ranking)
+    samples, columns = inputs["candidate_id"].shape
+    events = inputs["timestamp"].shape[1]
+    of_history = {name: _unified(inputs[name], samples, events) for name in ("timestamp", "length", "time")}
+    of_candidates = {n: _unified(v, samples, columns) for n, v in inputs.items() if n.startswith("candidate_")}
+    x = served.embed("candidates", of_candidates, of_candidates["candidate_id"]) + model.is_candidate
+    times, lengths = EventTimes(of_history["timestamp"], of_history["time"]), served.prefix + of_history["length"]
+    layout = PlainCandidates(lengths, times, inputs["kept"], columns=columns, buckets=served.time_buckets)
+    outputs = model.head(model.encoder(x.flatten(0, 1), layout))
+    is_number = torch.tensor([label in model.task.regression for label in model.task.labels])
+    return {"outputs": torch.where(is_number, outputs, outputs.sigmoid()).unflatten(0, (samples, columns))}
+
+
+class ServedFunction(nn.Module):
+    """One of the functions above on a model."""
+
+    def __init__(self, served: ServedModel, compute: Callable[[ServedModel, Tensors], dict[str, Tensor]]) -> None:
         super().__init__()
-        self.served = served
+        self.served, self._compute = served, compute
 
     def forward(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return unit vectors, to compare with the vectors of items; 0 without events."""
-        output, _ = self.served.encode(inputs)
-        last = (self.served.prefix + inputs["length"] - 1).clamp(min=0)
-        at_last = output.gather(1, last[:, None, None].expand(-1, -1, output.shape[2]))[:, 0]
-        return {"vector": F.normalize(at_last, dim=-1) * (inputs["length"] > 0)[:, None]}
-
-
-class HistoryProgram(nn.Module):
-    """Ranking: the keys and values of histories."""
-
-    def __init__(self, served: ServedModel) -> None:
-        super().__init__()
-        self.served = served
-
-    def forward(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return [layers, 2, samples, heads, tokens, width]."""
-        _, layout = self.served.encode(inputs)
-        return {"kept": torch.stack(layout.kept)}
-
-
-class CandidateProgram(nn.Module):
-    """Ranking: the outputs of candidates after histories whose keys and values are kept."""
-
-    def __init__(self, served: ServedModel) -> None:
-        super().__init__()
-        self.served = served
-
-    def forward(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return one output per candidate and label: a probability, or the predicted number."""
-        served, model = self.served, self.served.model
-        assert isinstance(model, Ranking)
-        samples, columns = inputs["candidate_id"].shape
-        events = inputs["timestamp"].shape[1]
-        of_history = {name: _unified(inputs[name], samples, events) for name in ("timestamp", "length", "time")}
-        of_candidates = {n: _unified(v, samples, columns) for n, v in inputs.items() if n.startswith("candidate_")}
-        inputs = {"kept": inputs["kept"], **of_history, **of_candidates}
-        x = served._embed("candidates", inputs, inputs["candidate_id"]) + model.is_candidate
-        times, lengths = EventTimes(inputs["timestamp"], inputs["time"]), served.prefix + inputs["length"]
-        layout = PlainCandidates(lengths, times, inputs["kept"], columns=columns, buckets=served.time_buckets)
-        outputs = model.head(model.encoder(x.flatten(0, 1), layout))
-        is_number = torch.tensor([label in model.task.regression for label in model.task.labels])
-        return {"outputs": torch.where(is_number, outputs, outputs.sigmoid()).unflatten(0, (samples, columns))}
+        """Call it."""
+        return self._compute(self.served, inputs)
 
 
 class WithWeights(nn.Module):
-    """A program whose weights are inputs."""
+    """A function whose weights are inputs."""
 
-    def __init__(self, program: nn.Module) -> None:
+    def __init__(self, function: ServedFunction) -> None:
         super().__init__()
-        self._held = (program,)  # not a submodule: its own weights are not part of the program
+        self._held = (function,)  # not a submodule: its own weights are not part of the program
 
     def forward(self, weights: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
-        """Call the program with these weights."""
+        """Call the function with these weights."""
         named = {f"served.{name}": value for name, value in weights.items()}
         return torch.func.functional_call(self._held[0], named, (inputs,))
 
 
 def programs_of(served: ServedModel) -> dict[str, Program]:
     """Return the programs of a model by name."""
-    history = _history_inputs(served)
+    of_history = _history_inputs(served)
     if isinstance(served.model, Retrieval):
-        return {"query": _program(QueryProgram(served), history)}
-    kept = HistoryProgram(served)({name: torch.ones(shape, dtype=kind) for name, (shape, kind, _) in history.items()})
-    events = {name: history[name] for name in ("timestamp", "length")}
-    time = {"time": ((3,), torch.int64, ("samples",))}
-    shape = tuple(kept["kept"].shape)
+        return {"query": _program(served, query, of_history)}
+    kept = history(served, _ones(of_history))["kept"]
     sizes = ("layers", "two", "samples", "heads", "events", "width")
-    candidates = {"candidate_id": ((3, 5), torch.int64, ("samples", "candidates"))}
+    per_candidate = (3, 5), torch.int64, ("samples", "candidates")
+    of_candidates = {name: of_history[name] for name in ("timestamp", "length")}
+    of_candidates |= {"time": of_history["length"], "kept": (tuple(kept.shape), kept.dtype, sizes)}
+    of_candidates |= {"candidate_id": per_candidate}
     for feature in served.model.features.applicable("candidates"):
-        name = candidate_column(feature.column)
-        candidates[name] = ((3, 5), _kind(feature), ("samples", "candidates"))
-    of_candidates = events | time | {"kept": (shape, kept["kept"].dtype, sizes)} | candidates
+        of_candidates[candidate_column(feature.column)] = per_candidate[0], _kind(feature), per_candidate[2]
     return {
-        "history": _program(HistoryProgram(served), history),
-        "candidates": _program(CandidateProgram(served), of_candidates),
+        "history": _program(served, history, of_history),
+        "candidates": _program(served, candidates, of_candidates),
     }
 
 
@@ -216,9 +203,17 @@ def _kind(feature: Feature) -> torch.dtype:
     return torch.float64 if feature.config.kind == "number" else torch.int64
 
 
-def _program(module: nn.Module, inputs: Mapping[str, _Input]) -> Program:
-    example = {name: torch.ones(shape, dtype=kind) for name, (shape, kind, _) in inputs.items()}
-    return Program(WithWeights(module), example, {name: sizes for name, (_, _, sizes) in inputs.items()})
+def _ones(inputs: Mapping[str, _Input]) -> dict[str, Tensor]:
+    return {name: torch.ones(shape, dtype=kind) for name, (shape, kind, _) in inputs.items()}
+
+
+def _program(
+    served: ServedModel,
+    compute: Callable[[ServedModel, Tensors], dict[str, Tensor]],
+    inputs: Mapping[str, _Input],
+) -> Program:
+    sizes = {name: sizes for name, (_, _, sizes) in inputs.items()}
+    return Program(WithWeights(ServedFunction(served, compute)), _ones(inputs), sizes)
 
 
 def _require_supported(config: RunConfig, model: Retrieval | Ranking) -> None:

@@ -57,11 +57,12 @@ class Recommender:
                 raise ValueError(f"{self.folder / name} was changed or is incomplete: export again")
         self.weights = read_safetensors(self.folder / "weights.safetensors")
         slots = {name: self.weights.pop(f"{name}.ids").numpy().ravel() for name in self.facts["dynamic"]}
-        self.slots = {name: (np.sort(ids), np.argsort(ids)) for name, ids in slots.items()}
+        self.slots = {name: (ids[order := np.argsort(ids)], order) for name, ids in slots.items()}
         self.programs = {name: self._load(self.folder / f"{name}.pt2") for name in self.facts["programs"]}
         if self.facts["task"] == "retrieval":
-            self.items = torch.from_numpy(np.load(self.folder / "items.npy"))
-            self.item_ids = np.load(self.folder / "item_ids.npy")  # ascending
+            read = np.lib.format.open_memmap  # unlike np.load, it cannot execute code. Ids ascend.
+            self.item_ids = read(self.folder / "item_ids.npy", "c")
+            self.items = torch.from_numpy(read(self.folder / "items.npy", "c"))
 
     def _load(self, path: Path) -> Any:
         if self.facts["format"] == "aoti":
@@ -137,13 +138,12 @@ class Recommender:
             raise RequestError(f"'{name}' holds a negative value, or one above 2^63")
         if column["table"] in self.slots:
             return self._find_rows(column["table"], value)
-        shared = (splitmix64(value) % np.uint64(column["shared"] or 1)).astype(np.int64)
-        return np.where(value < known, value, known + shared) if known else value
+        shared = known + (splitmix64(value) % np.uint64(column["shared"] or 1)).astype(np.int64)
+        return np.where(value < known, value, shared) if known else value
 
     def _find_rows(self, table: str, ids: Any) -> Any:
         """Return the row of each dynamic id: its slot, or the shared row of its bucket."""
         buckets, slots = self.facts["dynamic"][table]
-        bucket = (splitmix64(ids) >> np.uint64(65 - buckets.bit_length())).astype(np.int64)
-        known, rows = self.slots[table]
+        bucket, (known, rows) = splitmix64(ids) >> np.uint64(65 - buckets.bit_length()), self.slots[table]
         place = np.searchsorted(known, ids).clip(max=len(known) - 1)
-        return np.where(known[place] == ids, rows[place], bucket * (slots + 1) + slots)
+        return np.where(known[place] == ids, rows[place], bucket.astype(np.int64) * (slots + 1) + slots)
