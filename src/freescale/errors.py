@@ -11,6 +11,8 @@ from os import PathLike
 
 INTERRUPTED = 130
 """Exit code after a request to stop."""
+NOTHING_NEW = 8
+"""Exit code of a training without a new partition to train on."""
 
 
 class FreeScaleError(Exception):
@@ -55,6 +57,12 @@ class InstallError(FreeScaleError):
     """Incompatible or missing packages."""
 
     exit_code = 4
+
+
+class GuardError(FreeScaleError):
+    """A metric that fell further than a guard allows."""
+
+    exit_code = 9
 
 
 class TransportError(FreeScaleError):

@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 
 from freescale.cli.main import main
-from freescale.data.dataset import MANIFEST_FILE, Manifest, parse_manifest
+from freescale.data.manifest import MANIFEST_FILE, Manifest, parse_manifest
 
 LOG = ["--user", "user", "--item", "item", "--time", "time"]
 HEADER = "user,item,time\n"

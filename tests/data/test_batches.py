@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from freescale.data.batch import Split
+from freescale.data.columns import Column
+from freescale.data.validation import RowGroup
 from freescale.data.vocabulary import ItemVocabulary
 from tests.support.datasets import histories, ids, lists, loader, write_dataset
 
@@ -99,9 +101,9 @@ def test_training_never_reads_held_out_events(dataset: Path, table: pa.Table, sp
 
 
 def test_a_time_split_holds_out_events_at_the_split_time() -> None:
-    begin, end = np.array([0, 3]), np.array([3, 5])
-    cut = Split("time", time=20).cut(begin, end, np.array([10, 20, 30, 40, 50]))
-    assert cut.tolist() == [1, 3]
+    times = Column(np.array([10, 20, 30, 40, 50]), np.array([0, 3, 5]))
+    rows = RowGroup({"item_id": times, "timestamp": times}, np.ones(2, bool))
+    assert Split("time", time=20).cut(rows).tolist() == [1, 3]
 
 
 def test_unknown_items_share_a_few_rows_by_hash_and_are_counted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from freescale.data import dataset, synthetic, writer
+from freescale.data import manifest, synthetic, writer
 from freescale.data.dataset import Dataset
 from freescale.errors import DataError
 from tests.support.datasets import histories, ids, loader, write_dataset
@@ -119,8 +119,8 @@ def test_a_manifest_round_trips_and_damage_is_refused(tmp_path: Path) -> None:
     words = {"note": 'odd "name" \u00e9', "features": {"rating": 7, "g\u00e9nre": 0}}
     made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3, **words)
     assert made.features == words["features"]
-    raw = dataset.dump_manifest(made)
-    assert dataset.parse_manifest(raw, "here") == made
+    raw = manifest.dump_manifest(made)
+    assert manifest.parse_manifest(raw, "here") == made
     for damaged in (
         raw[:-5],
         raw.replace(b"20", b"21", 1),
@@ -130,16 +130,16 @@ def test_a_manifest_round_trips_and_damage_is_refused(tmp_path: Path) -> None:
         b"\xff\xfe",
     ):
         with pytest.raises(DataError, match="manifest"):
-            dataset.parse_manifest(damaged, "here")
+            manifest.parse_manifest(damaged, "here")
 
 
 @pytest.mark.parametrize("features", [{"a": -1}, {"a": 2**63}, {"a": 1.5}, {"a": "1"}, [[1, 2]], 5, None])
 def test_implausible_sizes_of_vocabularies_are_refused(tmp_path: Path, features: object) -> None:
     made = write_dataset(tmp_path / "data", histories([1] * 20), rows_per_group=3)
-    body = json.loads(dataset.dump_manifest(made))["data"] | {"features": features}
-    sealed = {"freescale": dataset.MANIFEST_VERSION, "crc": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
+    body = json.loads(manifest.dump_manifest(made))["data"] | {"features": features}
+    sealed = {"freescale": manifest.MANIFEST_VERSION, "crc": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
     with pytest.raises(DataError, match="the manifest is damaged"):
-        dataset.parse_manifest(json.dumps(sealed | {"data": body}).encode(), "here")
+        manifest.parse_manifest(json.dumps(sealed | {"data": body}).encode(), "here")
 
 
 def test_sets_of_ids_are_written_as_nested_lists_without_loss(tmp_path: Path) -> None:

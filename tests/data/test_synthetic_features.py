@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from freescale.cli.main import main
 from freescale.data import synthetic, synthetic_features
-from freescale.data.dataset import MANIFEST_FILE, parse_manifest
+from freescale.data.manifest import MANIFEST_FILE, parse_manifest
 from freescale.data.synthetic import GROUPS
 from freescale.data.synthetic_signal import REGIONS, SIGNALS, Catalogue, FeaturePreset, ends_of
 

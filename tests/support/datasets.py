@@ -11,8 +11,8 @@ import pyarrow as pa
 from freescale.config import DataConfig
 from freescale.data import writer
 from freescale.data.batch import Batch
-from freescale.data.dataset import Manifest
 from freescale.data.loader import Loader
+from freescale.data.manifest import Manifest
 
 
 def lists(lengths: Sequence[int], values: Any, kind: pa.DataType | None = None) -> pa.ListArray:

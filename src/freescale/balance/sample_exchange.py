@@ -7,7 +7,7 @@ features in one all-to-all.
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -140,10 +140,10 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position."""
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position."""
 
     def report(self) -> list[str]:
@@ -155,7 +155,7 @@ class BalancedBatches:
 
     def __init__(self, loader: Batches, exchange: SampleExchange) -> None:
         self._loader, self._exchange = loader, exchange
-        self._state: dict[str, int | str] | None = None
+        self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -164,11 +164,11 @@ class BalancedBatches:
         """Return what was skipped and how samples were placed, as human-readable lines."""
         return [*self._loader.report(), *self._exchange.plan.report()]
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded, not after the last that was balanced."""
         return self._loader.state_dict() if self._state is None else self._state
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position."""
         self._state = None
         self._loader.load_state_dict(state)
@@ -182,7 +182,7 @@ class BalancedBatches:
             yield batch
         self._state = None
 
-    def _exchange_batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
+    def _exchange_batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield each balanced batch and the position of the loader after it."""
         for batch in self._loader:
             groups, _ = self._exchange.exchange(batch.groups())

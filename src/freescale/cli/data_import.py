@@ -1,7 +1,8 @@
 """`freescale data import`: turn a log into a data set."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ import tyro
 
 from freescale.cli.options import Flag, parse, print_json, say
 from freescale.data import histories, importers
+from freescale.data.append import AppendOptions, append_partition
 from freescale.data.event_log import LogColumns, TimeUnit
 from freescale.data.feature_columns import FeatureColumn
 from freescale.data.log_reader import LogSpec, SideTableSpec
@@ -48,8 +50,9 @@ class ImportOptions:
     """Format of the log. Public data sets come with their features and labels. amazon: lines of "user item item ...";
     events: CSV, JSON Lines or Parquet with the columns below; histories: Parquet with a history per row, whose items
     are already numbered."""
-    paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The files of the log, folders of them or quoted globs, then the folder to create."""
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """The files of the log, folders of them or quoted globs, then the folder to create; with --append any fsspec
+    address."""
     user: str = "user_id"
     """Column of the user (events)."""
     item: str = "item_id"
@@ -79,8 +82,8 @@ class ImportOptions:
     a user at one time are the candidates of one sample, and the events before that time are its history."""
     labels: tuple[str, ...] = ()
     """Columns of the impressions with values from 0 to 1, which become label_NAME."""
-    max_history: int = 1000
-    """Most events to keep before impressions."""
+    max_history: int = 0
+    """Most events to keep before impressions, or in a sample of a partition; 0: 1,000, or as in the data set."""
     separator: str = "auto"
     r"""Field separator (events); \t is a tab. auto: detected from the header among , ; tab and |."""
     quote: str = '"'
@@ -92,6 +95,9 @@ class ImportOptions:
     raw_ids: tuple[str, ...] = ()
     """Columns for dynamic ids, which need no vocabulary: item_id, or features that are ids or sets. Whole numbers of
     items stay as they are; text is hashed to 63 bits."""
+    append: str = ""
+    """Add the log to the data set as a partition of this name, such as date=2026-11-16/hour=03, behind the others; the
+    first one creates the data set. Its events become targets, and earlier events of their users their context."""
     on_bad: Literal["stop", "skip"] = "stop"
     """stop at the first unusable line, or skip: count them and write them to a quarantine file next to the data."""
     memory_mb: int = 1024
@@ -107,19 +113,17 @@ def run_import(argv: Sequence[str], prog: str) -> int:
     options = parse(ImportOptions, argv, prog)
     _check_import(options, prog)
     *sources, target = options.paths
-    absolute = target.absolute()  # `.` has no name
+    if options.append:
+        return _run_append(options, [Path(source) for source in sources], target)
+    absolute = Path(target).absolute()  # `.` has no name
     quarantine = Quarantine(options.on_bad, absolute.with_name(f"{absolute.name}.quarantine.jsonl"))
     if options.format == "histories":
         features = _parse(options.features, options)
-        imported = importers.copy_histories(sources[0], target, features=features, quarantine=quarantine)
+        imported = importers.copy_histories(Path(sources[0]), Path(target), features=features, quarantine=quarantine)
     else:
-        imported = _import_log(options, sources, target, quarantine)
-    if quarantine.rows:
-        warning_once(quarantine.summary())
-    if imported.unknown_events:
-        warning_once(
-            f"{imported.unknown_events:,} events have items outside the vocabulary; they share a few table rows"
-        )
+        with _open_log(options, [Path(source) for source in sources], absolute, quarantine) as job:
+            imported = histories.write_histories(job, target, vocabulary=options.vocabulary, raw=options.raw_ids)
+    _warn(quarantine, imported)
     if options.json:
         print_json({**asdict(imported), "set_aside": dict(quarantine.counts)})
     else:
@@ -128,11 +132,45 @@ def run_import(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
+def _run_append(options: ImportOptions, sources: list[Path], address: str) -> int:
+    """Append a partition and print its counts."""
+    file = f"{options.append.replace('/', '-')}.quarantine.jsonl"
+    quarantine = Quarantine(options.on_bad, file)
+    scratch = Path.cwd() / "scratch" if "://" in address else Path(address).absolute()
+    with _open_log(options, sources, scratch, quarantine) as job:
+        belongs = AppendOptions(options.vocabulary, options.raw_ids, options.max_history)
+        appended = append_partition(job, address, options.append, belongs)
+    if appended is None:
+        say(f"{address} has partition {options.append} already: nothing is appended")
+        return 0
+    partition, imported = appended
+    _warn(quarantine, imported)
+    counts = {name: getattr(partition, name) for name in ("targets", "duplicates", "late", "too_late")}
+    if options.json:
+        print_json({**asdict(imported), **counts, "set_aside": dict(quarantine.counts)})
+        return 0
+    left_out = f"left out: {partition.duplicates:,} duplicates, {partition.too_late:,} too late"
+    events = f"{partition.targets:,} events of {imported.users:,} users ({partition.late:,} late)"
+    say(f"{address}/{partition.name}: {imported.samples:,} samples with {events}; {left_out}")
+    return 0
+
+
+def _warn(quarantine: Quarantine, imported: histories.ImportSummary) -> None:
+    if quarantine.rows:
+        warning_once(quarantine.summary())
+    if imported.unknown_events:
+        what = f"{imported.unknown_events:,} events have items outside the vocabulary"
+        warning_once(f"{what}; they share a few table rows")
+
+
 def _check_import(options: ImportOptions, prog: str) -> None:
     if len(options.paths) < 2:
         raise UsageError("the log or the target folder is missing", remedy=f"{prog} {options.format} LOG FOLDER")
-    if min(options.max_history, options.memory_mb) < 1:
-        raise UsageError("--max-history and --memory-mb must be at least 1", remedy=f"see {prog} --help")
+    if options.max_history < 0 or options.memory_mb < 1:
+        raise UsageError("--max-history or --memory-mb is too small", remedy=f"see {prog} --help")
+    if options.append and (options.impressions or options.time == "none" or options.format in ("amazon", "histories")):
+        what = "a partition needs events with times, and takes no impressions"
+        raise UsageError(what, remedy="import the log as events, with --event-labels for ranking")
     if bool(options.impressions) != bool(options.labels):
         raise UsageError("ranking needs both impressions and labels", remedy="--impressions LOG --labels COLUMN")
     if options.impressions and (options.format in ("amazon", "yambda", "histories") or options.time == "none"):
@@ -165,15 +203,16 @@ def _check_features(options: ImportOptions) -> None:
         raise UsageError("--set-separator is empty", remedy="give the text between two elements, such as ,")
 
 
-def _import_log(
+@contextmanager
+def _open_log(
     options: ImportOptions, sources: list[Path], target: Path, quarantine: Quarantine
-) -> histories.ImportSummary:
-    """Open the logs and write their histories."""
+) -> Iterator[histories.ImportJob]:
+    """Open the logs. Temporary files are next to the target, whose disk must hold the result anyway."""
     time = None if options.time == "none" else options.time
     columns = LogColumns(options.user, options.item, time, _parse(options.features, options))
     columns = columns._replace(event_labels=options.event_labels)
     style = CsvStyle.parse(options.separator, options.quote, options.encoding)
-    disk = next(parent for parent in target.absolute().parents if parent.exists())  # it must hold the result anyway
+    disk = next(parent for parent in target.parents if parent.exists())
     with storage_errors(target):
         scratch_folder = tempfile.TemporaryDirectory(dir=disk, prefix=".freescale-import-")
     with scratch_folder as name:
@@ -187,9 +226,8 @@ def _import_log(
             labelled = columns._replace(features=(), labels=options.labels)
             job = job._replace(sources=options.impressions, scratch=scratch / "impressions", columns=labelled)
             impressions = importers.open_log(options.format, job)
-        memory = options.memory_mb << 20
-        log = histories.ImportJob(events, scratch, quarantine, memory, impressions, max_history=options.max_history)
-        return histories.write_histories(log, target, vocabulary=options.vocabulary, raw=options.raw_ids)
+        memory, most = options.memory_mb << 20, options.max_history or histories.MAX_HISTORY
+        yield histories.ImportJob(events, scratch, quarantine, memory, impressions, max_history=most)
 
 
 def _parse(features: Sequence[str], options: ImportOptions) -> tuple[FeatureColumn, ...]:

@@ -9,7 +9,7 @@ import tyro
 
 from freescale.cli.options import Flag, parse, require_at_least, say
 from freescale.data import synthetic, synthetic_features, synthetic_signal
-from freescale.data.dataset import Manifest
+from freescale.data.manifest import Manifest
 from freescale.errors import UsageError
 
 

@@ -22,8 +22,10 @@ def check_train(config: configs.RunConfig, out: Path, options: argparse.Namespac
         raise InstallError(
             "--tensorboard needs a package that is missing", remedy="pip install 'freescale[tensorboard]'"
         )
+    if options.until:
+        config.require_continuous()
     check_data(config)
-    if not joins and not is_restart():
+    if not joins and not is_restart() and not options.until:
         newest = complete_checkpoints(out / "checkpoints")[-1:]
         require_start(out, newest[0] if newest else None, resume=options.resume)
 

@@ -22,6 +22,7 @@ _TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a fla
   freescale train run.toml --nproc 8 --hosts 2:4 --rdzv-endpoint 10.0.0.1:29400    (on every host)
   torchrun --nproc-per-node 2 -m freescale train run.toml
   srun freescale train run.toml
+  freescale train run.toml --until now             (new partitions of a data set that grows; repeat it by cron)
 """
 
 _CONFIG_HELP = f"""usage: freescale config RECIPE|FILE.toml [--from-data FOLDER] [--FIELD VALUE ...]
@@ -89,7 +90,7 @@ def _train_on_rank(options: argparse.Namespace, config: RunConfig, out: Path) ->
         from freescale.transport.world import init_world
 
         world = init_world(timeout=config.train.timeout)
-    flags = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet")}
+    flags = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet", "until")}
     return train(config, world, out, **flags)
 
 
@@ -102,6 +103,8 @@ def _train_parser(prog: str) -> argparse.ArgumentParser:
         "--rdzv-endpoint", default="", metavar="HOST:PORT", help="address of the rendezvous; on every host the same"
     )
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
+    until = "train partitions not yet trained, up to this one, a date, or `now`; exit code 8: there is none"
+    parser.add_argument("--until", default="", metavar="PARTITION", help=until)
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
     changes = "resume with values that change the training result; without this flag they are refused"
     parser.add_argument("--accept-changes", action="store_true", help=changes)

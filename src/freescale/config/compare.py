@@ -10,6 +10,7 @@ from freescale.config.schema import RunConfig
 _NEUTRAL = {
     "data.path",  # the contents of the data are compared instead
     "data.test_path",
+    "data.until",
     "data.on_bad",
     "data.workers",
     "data.prefetch",
@@ -20,6 +21,8 @@ _NEUTRAL = {
     "train.micro_batches",
     "train.log_every",
     "train.evaluate_every",
+    "train.guard_metric",
+    "train.guard_drop",
     "train.save_every",
     "train.hours_between_failures",
     "train.keep",

@@ -26,8 +26,11 @@ class DataConfig:
     """A stored history with more events is treated as a fault in the log."""
     columns: tuple[str, ...] = ()
     """Further columns for a custom model, beyond those of [features]: lists per event or candidate, or scalars."""
-    split: Literal["none", "last", "time"] = "last"
-    """none: hold out nothing. last: hold out the last event of each user. time: hold out events from split_time on."""
+    until: str = ""
+    """The last partition to read, or a part of its name such as a date. Empty: all that are there."""
+    split: Literal["none", "last", "time", "targets"] = "last"
+    """none: hold out nothing. last: hold out the last event of each user. time: hold out events from split_time on.
+    targets: of one partition, hold out the events that it adds."""
     split_time: int = 0
     """First held-out timestamp; used only with split = "time"."""
     oov_rows: int = 16
@@ -206,6 +209,11 @@ class TrainConfig:
     """Steps between two log lines."""
     evaluate_every: int = 0
     """Epochs between two evaluations; 0 evaluates only at the end."""
+    guard_metric: str = ""
+    """Metric, such as hr@10, of the events of a partition before they are trained. If it falls by more than
+    `guard_drop` below its mean over the last 8 partitions, `train --until` ends with exit code 9. Empty: no guard."""
+    guard_drop: float = 0.3
+    """Share of that mean by which the metric may fall."""
     save_every: int = 0
     """Steps between two checkpoints; 0 saves at the end of every epoch and at an interval derived from failures."""
     hours_between_failures: float = 24.0
@@ -219,7 +227,7 @@ class TrainConfig:
         for name in ("epochs", "micro_batches", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         counts = ("max_steps", "warmup_steps", "evaluate_every", "save_every")
-        for name in (*counts, "clip", "spike", "final_lr", "weight_decay"):
+        for name in (*counts, "clip", "spike", "final_lr", "weight_decay", "guard_drop"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         for name in ("lr", "timeout", "hours_between_failures"):
             require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
@@ -296,6 +304,15 @@ class RunConfig:
     def samples_slots(self) -> bool:
         """Whether the negatives of retrieval are slots of dynamic items."""
         return self.task.kind == "retrieval" and "item" in self.features
+
+    def require_continuous(self) -> None:
+        """Refuse what cannot train one partition after the other, each of them once."""
+        needed = {"data.order": "log", "data.split": "none"}
+        needed |= {"train.decay": "none", "train.epochs": 1, "train.max_steps": 0}
+        for key, value in needed.items():
+            section, _, name = key.partition(".")
+            given = getattr(getattr(self, section), name)
+            require(given == value, key, given, f"{value!r} with --until, which trains each partition once, in order")
 
     def _check_shared_tables(self) -> None:
         """Refuse features that share a table but disagree on its size."""

@@ -18,6 +18,7 @@ from freescale.data.columns import CANDIDATE, ColumnType
 from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.order import WindowShare, concat_ranges
+from freescale.data.partitions import IS_TARGET
 from freescale.data.validation import RowGroup
 from freescale.data.vocabulary import ItemVocabulary
 
@@ -29,19 +30,25 @@ _SOURCE = "_source"  # temporary feature of anchors: their events among those of
 class Split(NamedTuple):
     """Where each history is cut into training events and held-out events.
 
-    `last` holds out the last event of each user, `time` all events from a timestamp on. Training and evaluation both
-    read the events before the cut; evaluation also reads the events after it as targets.
+    `last` holds out the last event of each user, `time` all events from a timestamp on, `targets` those from the first
+    one that a partition adds, but never the first event of a user. Training and evaluation both read the events before
+    the cut; evaluation also reads the events after it as targets.
     """
 
-    kind: Literal["none", "last", "time"] = "none"
+    kind: Literal["none", "last", "time", "targets"] = "none"
     time: int = 0
     part: Literal["train", "test"] = "train"
     """test: also return the held-out events."""
 
-    def cut(self, begin: Ints, end: Ints, timestamps: NDArray[Any]) -> Ints:
-        """Start of the held-out part of each row; row i is [begin, end) of the packed timestamps, in time order."""
+    def cut(self, group: RowGroup) -> Ints:
+        """Start of the held-out part of each row."""
+        begin, end = group.columns["item_id"].bounds
         if self.kind == "last":
             return np.maximum(begin, end - 1)
+        if self.kind == "targets":
+            targets = np.append(np.flatnonzero(group.columns[IS_TARGET].values), end.max(initial=0))
+            return np.minimum(np.maximum(targets[np.searchsorted(targets, begin)], begin + 1), end)
+        timestamps = group.columns["timestamp"].values
         if self.kind == "time":
             before = np.concatenate([[0], np.cumsum(timestamps < self.time)])
             return begin + before[end] - before[begin]
@@ -87,7 +94,7 @@ def pack_window(
     usable = _concat([group.usable for group in groups], bool)[share.source]
     packer = _Packer(groups, kinds, vocabularies, share.source[usable])
     bounds = [group.columns["item_id"].bounds for group in groups]
-    cuts = [split.cut(b, e, g.columns["timestamp"].values) for g, (b, e) in zip(groups, bounds, strict=True)]
+    cuts = [split.cut(group) for group in groups]
     held_out = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
     ends = [end for _, end in bounds] if schema.anchored and split.part == "test" else cuts
     visible = [(np.maximum(begin, end - max_history), end) for (begin, _), end in zip(bounds, ends, strict=True)]

@@ -1,149 +1,33 @@
-"""A data set on disk: its manifest, its numbered row groups, and statistics over them.
+"""A data set on disk: its numbered row groups, and statistics over them.
 
-Reads data sets with a manifest and plain Parquet folders. Every library error becomes a `DataError` or a quarantined
-row group. Thread-safe.
-
-`manifest.json` spares every rank the footers of files that other ranks read. It holds the checksums of all that is read
-before any row: footers, checksum files and the manifest itself. A data set is a list of *stripes*. A stripe is up to 64
-files; its row groups are assigned to them round-robin, so the file of a row group follows from its virtual shard.
+Reads data sets with a manifest, partitioned data sets, and plain Parquet folders. Every library error becomes a
+`DataError` or a quarantined row group. Thread-safe.
 """
 
-import json
-import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freescale.data.columns import ColumnRequest, ColumnType, select_columns
+from freescale.data.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from freescale.data.order import MAX_GROUP_ROWS, RowGroupLayout
 from freescale.data.parquet import FETCH_AGAIN, FileEntry, ParquetReader
+from freescale.data.partitions import IS_TARGET, PARTITIONS_FILE, PartitionList, parse_partitions
 from freescale.data.validation import Location, Quarantine, RowGroup, decode_rows
 from freescale.errors import DataError, reason
 from freescale.progress import track
 
-MANIFEST_FILE = "manifest.json"
-MANIFEST_VERSION = 3
-GROUPS_PER_FILE = 4096
-_REWRITE = "write the data set again with `freescale data import` or `freescale data synth`"
 _NumberedStripe = tuple[int, tuple[FileEntry, ...]]
 """The index of a stripe's first row group, and its files."""
 _CHECK_ADDRESS = "check the address and its permissions"
 Ints = NDArray[np.int64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _MAX_PENDING = 1 << 22
-
-
-class Stripe(NamedTuple):
-    """Files that share row groups: group k of the stripe is group k // len(files) of file k % len(files)."""
-
-    files: tuple[FileEntry, ...]
-    rows: int
-    rows_per_group: int
-
-    @property
-    def groups(self) -> int:
-        """Number of row groups over all files; only the last may be short."""
-        return -(-self.rows // self.rows_per_group)
-
-
-class Manifest(NamedTuple):
-    """Description of a data set."""
-
-    stripes: tuple[Stripe, ...]
-    events: int
-    items: int
-    """Size of the item vocabulary: item ids below this are known."""
-    vocabulary: str
-    """Fingerprint of the vocabulary."""
-    note: str = ""
-    """One line on the origin of the data, and on what is synthetic."""
-    features: Mapping[str, int] = {}
-    """Size of the vocabulary of every categorical column, including sets of ids. Other columns hold plain numbers."""
-
-    @property
-    def rows(self) -> int:
-        """Number of histories."""
-        return sum(stripe.rows for stripe in self.stripes)
-
-    def layout(self) -> RowGroupLayout:
-        """Sizes of all row groups, in log order."""
-        stripe_rows = [(s.rows_per_group, s.rows - s.rows_per_group * np.arange(s.groups)) for s in self.stripes]
-        counts = [np.minimum(most, remaining) for most, remaining in stripe_rows]
-        return RowGroupLayout.from_counts(np.concatenate([np.empty(0, dtype=np.int64), *counts]))
-
-
-def data_file_name(stripe: int, file: int) -> str:
-    """File name whose alphabetical order is the order of the stripes."""
-    return f"part-{stripe:05d}-{file:02d}.parquet"
-
-
-def dump_manifest(manifest: Manifest) -> bytes:
-    """Serialize a manifest with its own checksum."""
-    body = _body(manifest)
-    return json.dumps({"freescale": MANIFEST_VERSION, "crc": _crc(body), "data": body}, separators=(",", ":")).encode()
-
-
-def manifest_checksum(manifest: Manifest) -> str:
-    """Checksum of the contents of a data set, from the sizes and checksums of its files."""
-    return f"{_crc(_body(manifest)):08x}"
-
-
-def _body(manifest: Manifest) -> dict[str, object]:
-    # Every rank reads this, so it takes about 25 bytes per file. File names follow from the indices.
-    stripes = [
-        [stripe.rows, stripe.rows_per_group, [[f.size, f.footer_size, f.footer_crc, f.sums_crc] for f in stripe.files]]
-        for stripe in manifest.stripes
-    ]
-    others = {name: getattr(manifest, name) for name in ("events", "items", "vocabulary", "note")}
-    return {"stripes": stripes, **others, "features": dict(manifest.features)}
-
-
-def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """Parse a manifest; anything that `dump_manifest` did not write is an error."""
-    try:
-        tree = json.loads(raw)
-        version, body = tree["freescale"], tree["data"]
-        if version == MANIFEST_VERSION and tree["crc"] == _crc(body):
-            stripes = tuple(
-                Stripe(
-                    tuple(FileEntry(data_file_name(s, f), *file) for f, file in enumerate(files)), rows, rows_per_group
-                )
-                for s, (rows, rows_per_group, files) in enumerate(body["stripes"])
-            )
-            texts = str(body["vocabulary"]), str(body["note"])
-            manifest = Manifest(stripes, body["events"], body["items"], *texts, dict(body["features"]))
-            if not _is_plausible(manifest):
-                raise ValueError("a count is out of range")
-            return manifest
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"the manifest is damaged: {error}", where=where, remedy=_REWRITE) from error
-    if version != MANIFEST_VERSION:
-        what = f"the manifest has version {version!r}, this package reads {MANIFEST_VERSION}"
-        raise DataError(what, where=where, remedy=_REWRITE)
-    raise DataError("the manifest is damaged: its checksum does not match", where=where, remedy=_REWRITE)
-
-
-def _is_plausible(manifest: Manifest) -> bool:
-    """Whether all counts are in range. Memory is allocated by them, so a damaged count must not pass."""
-    files = [file for stripe in manifest.stripes for file in stripe.files]
-    counts = [n for file in files for n in (file.size, file.footer_size, file.footer_crc, file.sums_crc)]
-    counts += [manifest.events, manifest.items, *(n for s in manifest.stripes for n in (s.rows, s.rows_per_group))]
-    counts += manifest.features.values()
-    if not all(type(name) is str for name in manifest.features):
-        return False
-    return all(type(n) is int and 0 <= n < 2**63 for n in counts) and all(
-        1 <= s.rows_per_group <= MAX_GROUP_ROWS and s.groups <= len(s.files) * GROUPS_PER_FILE for s in manifest.stripes
-    )
-
-
-def _crc(body: object) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 class Dataset:
@@ -156,21 +40,40 @@ class Dataset:
         features: Sequence[str | ColumnRequest] = (),
         longest: int = 10**6,
         quarantine: Quarantine | None = None,
+        until: str = "",
     ) -> None:
+        """Open a data set. `until`: the last partition to read, or a part of its name; by default all are read."""
         self.address = address
         self.quarantine = quarantine or Quarantine()
         self._longest = longest
         self._files = ParquetReader(address)
         self.manifest = self._find_manifest()
+        self.partitioned = self._find_partitions(until) if self.manifest is None else None
+        """The partitions, if the data set is partitioned."""
+        if self.partitioned is not None:
+            self.manifest = self.partitioned.manifest()
         self._stripes, self.layout = _stripes_of(self.manifest) if self.manifest else self._discover()
         self._starts = [first for first, _ in self._stripes]
-        self._features = features
-        self.columns = self._choose_columns(features)
+        self._features = [*features, IS_TARGET] if self.partitioned else features
+        self.columns = self._choose_columns(self._features)
 
     @property
     def rows(self) -> int:
         """Number of histories, including unusable ones."""
         return self.layout.rows
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Rows up to the end of each partition; empty without partitions."""
+        partitions = () if self.partitioned is None else self.partitioned.partitions
+        return tuple(accumulate(one.manifest.rows for one in partitions))
+
+    @property
+    def first_groups(self) -> int:
+        """Number of row groups that statistics of a run are taken from: those of the first partition, or all."""
+        if self.partitioned is None:
+            return self.layout.groups
+        return self.partitioned.partitions[0].manifest.layout().groups
 
     @property
     def bytes_read(self) -> int:
@@ -204,8 +107,23 @@ class Dataset:
         return [file.name for file in files if not self._files.has_page_checksums(file)]
 
     def _find_manifest(self) -> Manifest | None:
+        raw = self._read_if_exists(MANIFEST_FILE)
+        return None if raw is None else parse_manifest(raw, f"{self.address}/{MANIFEST_FILE}")
+
+    def _find_partitions(self, until: str) -> PartitionList | None:
+        raw = self._read_if_exists(PARTITIONS_FILE)
+        if raw is None:
+            return None
+        found = parse_partitions(raw, f"{self.address}/{PARTITIONS_FILE}")
+        found = found.until(until) if until else found
+        if not found.partitions:
+            what = f"there is no partition up to {until}" if until else "there is no partition yet"
+            raise DataError(what, where=self.address, remedy="add one with `freescale data import ... --append NAME`")
+        return found
+
+    def _read_if_exists(self, name: str) -> bytes | None:
         try:
-            raw = self._files.read(MANIFEST_FILE)
+            return self._files.read(name)
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
@@ -213,7 +131,6 @@ class Dataset:
             raise DataError("this is a file, not a data set", where=self.address, remedy=remedy) from error
         except OSError as error:
             raise DataError(reason(error), where=self.address, remedy=_CHECK_ADDRESS) from error
-        return parse_manifest(raw, f"{self.address}/{MANIFEST_FILE}")
 
     def _discover(self) -> tuple[list[_NumberedStripe], RowGroupLayout]:
         """Number the row groups of files without a manifest, in order of file name."""

@@ -194,7 +194,7 @@ def measure_numbers(dataset: Dataset, features: Mapping[str, Feature]) -> dict[s
     numbers = {name: feature for name, feature in features.items() if feature.config.kind == "number"}
     if not numbers:
         return {}
-    groups = np.unique(np.linspace(0, dataset.layout.groups - 1, _MEASURED_GROUPS).astype(np.int64)).tolist()
+    groups = np.unique(np.linspace(0, dataset.first_groups - 1, _MEASURED_GROUPS).astype(np.int64)).tolist()
     read = [dataset.read_group(group).columns for group in groups]
     statistics = {}
     for name, feature in numbers.items():

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from freescale.config import FeatureConfig, RunConfig
 from freescale.data.columns import CANDIDATE, MISSING, REQUIRED, ColumnRequest, Group, is_candidate
-from freescale.data.dataset import Dataset, Manifest, ValueCounts
+from freescale.data.dataset import Dataset, ValueCounts
+from freescale.data.manifest import Manifest
 from freescale.data.validation import Quarantine, RowGroup
 from freescale.progress import track
 

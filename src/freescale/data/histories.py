@@ -18,17 +18,20 @@ import pyarrow.parquet as pq
 
 from freescale.data import writer
 from freescale.data.columns import CANDIDATE, is_candidate
-from freescale.data.dataset import Manifest
 from freescale.data.event_log import LOG_ORDER, EventLog, rescale_ticks, usable_events
+from freescale.data.manifest import Manifest
 from freescale.data.numbering import (
     FeatureVocabularies,
     KeyNumbering,
     count_keys,
+    keep_ids,
     load_vocabulary,
     merge_counts,
     save_keys,
 )
 from freescale.data.order import concat_ranges
+from freescale.data.partitions import CONTEXT_BUCKETS
+from freescale.data.user_context import SAMPLE_ORDER, ContextJoin
 from freescale.data.validation import Quarantine
 from freescale.data.vocabulary import RAW_IDS, fingerprint
 from freescale.errors import DataError, UsageError, reason
@@ -38,10 +41,12 @@ from freescale.progress import progress, track
 _BYTES_PER_EVENT = 160  # memory to sort and group a bucket, without features
 _BYTES_PER_FEATURE, _BYTES_PER_SET = 40, 120  # more for every feature, and for a set of a few ids
 _BASE_COLUMNS = 4  # user, item, time and order
+MAX_HISTORY = 1000
 USERS_FILE = "users.parquet"
-LAST_TIME = "_last"
+LAST_TIME = SAMPLE_ORDER
 """Temporary column: the time by which the rows of a data set are sorted."""
 _CHUNK = 1_000_000  # events in memory as lists
+_PARTITION_FILES = 8  # a partition is small, and there are many
 
 
 class ImportJob(NamedTuple):
@@ -55,8 +60,10 @@ class ImportJob(NamedTuple):
     """Bytes that sorting may use."""
     impressions: EventLog | None = None
     """For ranking: items shown to users, with labels."""
-    max_history: int = 1000
+    max_history: int = MAX_HISTORY
     """Number of most recent events to keep before an impression."""
+    context: ContextJoin | None = None
+    """For a partition: joins its events with earlier ones of their users."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class _Importer:
         for column, kind in self._job.events.kinds.items():
             self._tables[0] = self._vocabularies.number_column(self._tables[0], column, kind)
         self._number_side_tables(counts, items, events)
-        buckets = self._parts_in_memory(sum(totals))
+        buckets = CONTEXT_BUCKETS if self._job.context else self._parts_in_memory(sum(totals))
         written = self._samples(buckets) if self._job.impressions else self._histories(buckets)
         manifest = self._write(written, events, items.vocabulary["key"], buckets)
         distinct = pl.scan_parquet(written).select(pl.col("user_id").n_unique()).collect(engine="streaming").item()
@@ -142,7 +149,7 @@ class _Importer:
         """Refuse raw ids of columns that hold no ids."""
         events = self._job.events
         sides = [table.kinds for table in (events.items, events.users) if table is not None]
-        columns = {"item_id", *events.kinds, *(name for kinds in sides for name in kinds)}
+        columns = {"item_id", "user_id", *events.kinds, *(name for kinds in sides for name in kinds)}
         if wrong := sorted(set(self._vocabularies.raw) - columns):
             what = f"'{wrong[0]}' cannot have raw ids: it is not a column of ids of this import"
             raise UsageError(what, where=events.name, remedy=f"columns of ids: {', '.join(sorted(columns))}")
@@ -157,7 +164,10 @@ class _Importer:
         is_text = self._tables[0].collect_schema()["user_id"] == pl.String  # integer keys are the ids
         if is_text or user_table:
             users = count_keys(self._tables[0], "user_id", events)
-            ids = users.select("key", number=pl.int_range(pl.len()) if is_text else pl.col("key"))
+            if is_text and "user_id" in self._vocabularies.raw:
+                ids = keep_ids(users, column="the users").ids
+            else:
+                ids = users.select("key", number=pl.int_range(pl.len()) if is_text else pl.col("key"))
             if user_table:
                 once = users.with_columns(count=pl.lit(1, pl.Int64))  # a row has the features of its user once
                 user_rows = self._vocabularies.number_table(user_table, once, ids, name="user_id")
@@ -196,10 +206,22 @@ class _Importer:
         written = []
         parts = sorted(self._partition(self._tables[0], "events", buckets).iterdir())
         for number, bucket in enumerate(track(parts, "sorting histories", unit="buckets")):
-            histories = self._side.join_users(_group_by_user(self._side.join_items(_read(bucket)), self._ticks))
+            histories = _group_by_user(self._side.join_items(_read(bucket)), self._ticks)
+            if self._job.context is not None:
+                user = int(histories["user_id"][0])
+                histories = self._job.context.samples(user % CONTEXT_BUCKETS, histories.drop(LAST_TIME))
+                histories = histories.sort(LAST_TIME, "user_id")
+                if not len(histories):
+                    continue
+            histories = self._side.join_users(histories)
             written.append(self._job.scratch / f"histories-{number}.parquet")
             share = _rows_at_once(len(histories), buckets)
             histories.write_parquet(written[-1], row_group_size=share, compression="lz4")
+        if not written:
+            remedy = "append a partition when it has events"
+            raise DataError(
+                "every event of the log is in the data set already", where=self._logs[0].name, remedy=remedy
+            )
         return written
 
     def _samples(self, buckets: int) -> list[Path]:
@@ -230,14 +252,15 @@ class _Importer:
     def _partition(self, table: pl.LazyFrame, name: str, buckets: int) -> Path:
         parts = self._job.scratch / f"buckets-{name}"
         parts.mkdir()
-        by_user = {"_bucket": pl.col("user_id").hash() % buckets}
+        key = pl.col("user_id") if self._job.context else pl.col("user_id").hash()
+        by_user = {"_bucket": key % buckets}
         with progress("partitioning by user"):
             table.sink_parquet(pl.PartitionBy(parts, key=by_user, include_key=False), compression="lz4", mkdir=True)
         return parts
 
     def _write(self, parts: list[Path], events: int, items: pl.Series, ranges: int) -> Manifest:
         histories = pl.scan_parquet(parts)
-        if self._job.impressions:  # an event can be in several histories
+        if self._job.impressions or self._job.context:  # an event can be in several histories
             events = histories.select(pl.col("item_id").list.len().sum()).collect(engine="streaming").item()
             ranges = self._parts_in_memory(events)
         last = histories.select(LAST_TIME).collect(engine="streaming")[LAST_TIME].sort()
@@ -255,6 +278,7 @@ class _Importer:
             note=note,
             features=self._vocabularies.sizes,
             expected_rows=len(last),
+            files=_PARTITION_FILES if self._job.context else writer.FILES,
         )
 
 

@@ -17,6 +17,7 @@ from freescale.data.columns import CANDIDATE
 from freescale.data.dataset import Dataset
 from freescale.data.feature_schema import FeatureSchema, candidate_column, resolve_features
 from freescale.data.order import Cursor, EpochOrder, WindowShare
+from freescale.data.partitions import IS_TARGET
 from freescale.data.validation import Quarantine, RowGroup
 from freescale.data.vocabulary import DataIdentity, ItemVocabulary
 from freescale.errors import ConfigError
@@ -50,11 +51,15 @@ class Loader:
             raise ConfigError(what, key="data.shards", remedy=remedy)
         quarantine = Quarantine(config.on_bad, quarantine_file)
         columns = [*config.columns, *schema.columns()]
-        self.dataset = Dataset(config.path, features=columns, longest=config.longest, quarantine=quarantine)
+        columns += [IS_TARGET] if config.split == "targets" else []
+        options: Any = {"longest": config.longest, "quarantine": quarantine, "until": config.until}
+        self.dataset = Dataset(config.path, features=columns, **options)
+        _require_fit(self.dataset, config)
         self.features = resolve_features(schema, self.dataset, config.oov_rows)
         self.vocabulary = self._item_vocabulary(schema, config.oov_rows)
         self.identity = DataIdentity.from_dataset(self.dataset)
-        self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows)
+        ends = self.dataset.ends if config.order == "log" else ()
+        self.cursor = Cursor(seed, config.order, config.global_batch, config.shards, self.dataset.rows, ends)
         self.unknown: Counter[str] = Counter()
         """Ids outside the vocabulary of their column, by column."""
         self._vocabularies = self._by_column()
@@ -71,6 +76,12 @@ class Loader:
         schema = FeatureSchema.from_config(config)
         return Loader(data or config.data, seed=config.seed, rank=rank, world_size=world_size, schema=schema, **options)
 
+    @property
+    def partitions(self) -> dict[int, str]:
+        """The partitions by their first step in log order."""
+        partitions = () if self.dataset.partitioned is None else self.dataset.partitioned.partitions
+        return dict(zip(self.cursor.first_steps, (one.name for one in partitions), strict=False))
+
     def __len__(self) -> int:
         """Steps per epoch."""
         return self.cursor.steps
@@ -86,11 +97,11 @@ class Loader:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # first, or the prefetch thread continues to read
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Position from which to resume."""
         return self.cursor.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a position, with any world size and number of workers."""
         self.cursor.load_state_dict(state)
 
@@ -171,6 +182,20 @@ class Loader:
         while following is not None:
             (share, groups), following = following, next(started, None)
             yield share, list(groups)
+
+
+def _require_fit(dataset: Dataset, config: DataConfig) -> None:
+    """Refuse to read partitions in a way that would train some of their events never, or twice."""
+    if dataset.partitioned is None:
+        return
+    if config.split != "none":
+        what = f'data.split = "{config.split}" would hold out events of every partition'
+        remedy = 'set data.split to "none"; `freescale train --until` evaluates a partition before it trains on it'
+        raise ConfigError(what, key="data.split", remedy=remedy)
+    if config.max_history < dataset.partitioned.max_history:
+        kept = dataset.partitioned.max_history
+        what = f"samples of this data set have up to {kept} events, data.max_history = {config.max_history} cuts them"
+        raise ConfigError(what, key="data.max_history", remedy=f"set data.max_history to {kept} or more")
 
 
 def prefetch(items: Iterator[T], depth: int, *, drain: bool = False) -> Iterator[T]:

@@ -15,9 +15,10 @@ world size nor on the number of workers. Everything is computed on demand in O(V
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -252,14 +253,23 @@ class Cursor:
     global_batch: int
     shards: int
     samples: int
+    ends: tuple[int, ...] = ()
+    """Samples up to the end of each partition; no step spans two of them. Empty: there are no partitions."""
     epoch: int = 0
     step: int = 0
     """Completed steps of this epoch."""
 
+    def __post_init__(self) -> None:
+        ends = self.ends or (self.samples,)
+        self._bounds = [0, *ends]
+        steps = (-(-(end - begin) // self.global_batch) for begin, end in pairwise(self._bounds))
+        self.first_steps = [0, *accumulate(steps)]
+        """The first step of each partition, and the number of all steps."""
+
     @property
     def steps(self) -> int:
-        """Steps per epoch, including a last short one."""
-        return -(-self.samples // self.global_batch)
+        """Steps per epoch. The last one of a partition may be short."""
+        return self.first_steps[-1]
 
     def advance(self) -> None:
         """Mark one step as completed."""
@@ -269,14 +279,20 @@ class Cursor:
 
     def span(self, step: int) -> tuple[int, int]:
         """Epoch positions [begin, end) of a step's global batch."""
-        return step * self.global_batch, min((step + 1) * self.global_batch, self.samples)
+        partition = bisect_right(self.first_steps, step, hi=len(self.first_steps) - 1) - 1
+        begin = self._bounds[partition] + (step - self.first_steps[partition]) * self.global_batch
+        return begin, min(begin + self.global_batch, self._bounds[partition + 1])
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """State needed to resume."""
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state. Refuses a state with another seed, order, batch size, shard count or data size."""
+        state = {**state, "ends": tuple(state.get("ends", ()))}
+        both = min(len(self.ends), len(state["ends"]))
+        if both and self.ends != state["ends"] and self.ends[:both] == state["ends"][:both]:
+            state = self._continued(state)
         for name, value in asdict(self).items():
             if name not in state:
                 raise ConfigError(f"the saved cursor has no '{name}'", remedy="take a cursor that this version saved")
@@ -289,3 +305,10 @@ class Cursor:
             what = f"the saved cursor is at step {step} of epoch {epoch}, which does not exist"
             raise ConfigError(what, remedy="take a cursor that this run saved")
         self.epoch, self.step = epoch, step
+
+    def _continued(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a cursor over fewer or more partitions as one of this cursor: the epoch goes on."""
+        before = replace(self, ends=state["ends"], samples=state["samples"], epoch=0, step=0)
+        done = int(state["epoch"]) * before.steps + int(state["step"])
+        epoch, step = divmod(done, max(1, self.steps))
+        return {**state, "ends": self.ends, "samples": self.samples, "epoch": epoch, "step": step}

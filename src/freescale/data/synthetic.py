@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.data import writer
-from freescale.data.dataset import Manifest
+from freescale.data.manifest import Manifest
 from freescale.data.order import Permutation, derive_key
 
 Preset = Literal["kuairand", "ml1m", "heavy"]

@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from freescale.data import synthetic, writer
-from freescale.data.dataset import Manifest
+from freescale.data.manifest import Manifest
 from freescale.data.synthetic import CANDIDATES, GROUPS, Floats, Ints, Popularity, list_array
 from freescale.data.synthetic_signal import (
     HOURS,

@@ -15,7 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from freescale.data.columns import MISSING
-from freescale.data.dataset import Dataset, manifest_checksum
+from freescale.data.dataset import Dataset
+from freescale.data.manifest import manifest_checksum
 from freescale.data.order import splitmix64
 from freescale.errors import DataError
 from freescale.log import warning_once
@@ -97,6 +98,8 @@ class DataIdentity:
     """Checksum of the whole data set."""
     vocabularies: dict[str, int] = field(default_factory=dict)
     """Size of the vocabulary of each column of ids that the loader reads."""
+    partitions: list[str] = field(default_factory=list)
+    """Checksum of each partition."""
 
     @staticmethod
     def from_dataset(dataset: Dataset) -> "DataIdentity":
@@ -106,7 +109,14 @@ class DataIdentity:
             return DataIdentity("", 0, columns, "")
         manifest = dataset.manifest
         sizes = {name: size for name, size in manifest.features.items() if name in columns}
-        return DataIdentity(manifest.vocabulary, manifest.items, columns, manifest_checksum(manifest), sizes)
+        partitions = [] if dataset.partitioned is None else [one.checksum for one in dataset.partitioned.partitions]
+        contents = manifest_checksum(manifest)
+        return DataIdentity(manifest.vocabulary, manifest.items, columns, contents, sizes, partitions)
+
+    def continues(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether the data is that of a recorded identity, or differs in partitions at its end alone."""
+        both = min(len(self.partitions), len(before := recorded.get("partitions", [])))
+        return self.contents == recorded["contents"] or (both > 0 and self.partitions[:both] == before[:both])
 
     def require_same(self, recorded: "DataIdentity", *, where: str) -> None:
         """Raise if a model was trained on another vocabulary or on other column types."""

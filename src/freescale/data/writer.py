@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from freescale.data.dataset import GROUPS_PER_FILE, MANIFEST_FILE, Manifest, Stripe, data_file_name, dump_manifest
+from freescale.data.manifest import GROUPS_PER_FILE, MANIFEST_FILE, Manifest, Stripe, data_file_name, dump_manifest
 from freescale.data.parquet import FileEntry, chunk_checksums
 from freescale.data.vocabulary import numbered_fingerprint
 from freescale.errors import DataError, FreeScaleError, StorageError, storage_errors
@@ -93,21 +93,22 @@ def write_dataset(
     features: Mapping[str, int] | None = None,
     groups_per_file: int = GROUPS_PER_FILE,
     expected_rows: int | None = None,
+    files: int = FILES,
 ) -> Manifest:
     """Write histories in the given order. Creates the folder if it does not exist.
 
     `tables` may have any sizes; memory holds one table and one row group. `items`: all ids are below it. `vocabulary`:
     fingerprint of the item keys; by default every key equals its id. `features`: size of the vocabulary of every
-    categorical column. `expected_rows`: total for the progress bar.
+    categorical column. `expected_rows`: total for the progress bar. `files`: most files of a stripe.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shown = {"total": expected_rows, "unit": "histories", "size": lambda group: group.num_rows}
-    groups, limit = track(_regroup(tables, rows_per_group), "writing", **shown), FILES * groups_per_file
+    groups, limit = track(_regroup(tables, rows_per_group), "writing", **shown), files * groups_per_file
     stripes: list[Stripe] = []
     events = 0
     while not stripes or stripes[-1].groups == limit:
-        stripe, more = _write_stripe(folder, len(stripes), groups, rows_per_group, limit)
+        stripe, more = _write_stripe(folder, len(stripes), groups, rows_per_group, limit, files)
         stripes.append(stripe)
         events += more
     if len(stripes) > 1 and not stripes[-1].rows:
@@ -137,16 +138,18 @@ def _regroup(tables: Tables, rows: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(pending).combine_chunks()
 
 
-def _write_stripe(folder: Path, number: int, groups: Iterator[pa.Table], size: int, limit: int) -> tuple[Stripe, int]:
+def _write_stripe(
+    folder: Path, number: int, groups: Iterator[pa.Table], size: int, limit: int, files: int
+) -> tuple[Stripe, int]:
     writers: list[pq.ParquetWriter] = []
     paths: list[Path] = []
     rows = events = written = 0
     with ExitStack() as opened:
         while written < limit and (group := next(groups, None)) is not None:
-            if len(writers) < FILES:
+            if len(writers) < files:
                 paths.append(folder / data_file_name(number, len(writers)))
                 writers.append(opened.enter_context(_open(paths[-1], group.schema)))
-            writers[written % FILES].write_table(group, row_group_size=size)
+            writers[written % files].write_table(group, row_group_size=size)
             rows, written = rows + group.num_rows, written + 1
             events += len(group["item_id"].chunk(0).flatten())
     return Stripe(tuple(map(_seal, track(paths, "adding checksums", unit="files"))), rows, size), events

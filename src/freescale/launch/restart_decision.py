@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from freescale.errors import INTERRUPTED, TransportError
+from freescale.errors import INTERRUPTED, NOTHING_NEW, TransportError
 
-_PERMANENT = (2, 3, 4, 6, 7)
-"""Exit codes that a restart would repeat: wrong use, unusable data, faulty install, NaN, unwritable folder."""
+_PERMANENT = (2, 3, 4, 6, 7, 9)
+"""Exit codes that a restart would repeat: wrong use, unusable data, faulty install, NaN, unwritable folder, a guard."""
+_ENDS = (INTERRUPTED, NOTHING_NEW)
+"""Exit codes of ranks that ended by themselves, in agreement."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ def decide(status: HostStatus) -> RestartDecision | None:
     why = _describe_failure(status)
     if status.unresponsive:
         return RestartDecision(None if status.restarts_left else TransportError.exit_code, why, immediately=True)
-    if INTERRUPTED in failed and all(code in (INTERRUPTED, 0, None) for code in codes):
-        return None if None in codes else RestartDecision(INTERRUPTED)  # the others still save
+    for end in _ENDS:
+        if end in failed and all(code in (end, 0, None) for code in codes):
+            return None if None in codes else RestartDecision(end)  # the others still save
     permanent = [code for code in failed if code in _PERMANENT]
     if permanent or not status.restarts_left:
         return RestartDecision(permanent[0] if permanent else _first_cause(failed), why)

@@ -11,6 +11,7 @@ from freescale.config import RunConfig
 from freescale.data.batch import Batch, index_ranges
 from freescale.data.device_copy import to_device
 from freescale.data.feature_schema import Feature
+from freescale.data.partitions import IS_TARGET
 from freescale.data.vocabulary import FIRST_SLOT
 from freescale.models.encoders import build_encoder
 from freescale.models.feature_embedding import FeatureEmbedding, FeatureValues, TableIds
@@ -35,7 +36,7 @@ class RetrievalInputs:
     keys: Keys | None
     """Enable dropout."""
     queries: Tensor
-    """Events that have a next event."""
+    """Events that have a next event, of partitions only if that is a target."""
     nonempty: Tensor
     """Samples with events."""
 
@@ -93,6 +94,8 @@ class Retrieval(nn.Module):
         tokens = tokens.with_times(event, query)
         table_ids, lengths = ids.joined(self.tables, batch.history["item_id"]), batch.history.lengths
         queries = index_ranges(batch.history.offsets[:-1], (lengths - 1).clamp(min=0))
+        if IS_TARGET in batch.history.features:
+            queries = queries[batch.history[IS_TARGET][queries + 1] == 1]
         return RetrievalInputs(table_ids, tokens, features, None, queries, lengths.nonzero()[:, 0])
 
     def forward(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:

@@ -30,15 +30,16 @@ from freescale.data.loader import Loader
 from freescale.data.vocabulary import RAW_IDS
 from freescale.embedding.prioritized import EmbeddingMemory
 from freescale.embedding.tables import Table
-from freescale.errors import INTERRUPTED, DataError, UsageError
+from freescale.errors import INTERRUPTED, NOTHING_NEW, DataError, UsageError
 from freescale.log import info_once, warning_once
 from freescale.models.protocol import Model
 from freescale.overlap.autotune import Autotuner, Setting
 from freescale.overlap.hazards import require_safe
 from freescale.overlap.schedule import Schedule, overlapped, serial
 from freescale.progress import progress
+from freescale.train import continuous
 from freescale.train.checkpoint_manager import TrainerComponents
-from freescale.train.evaluation import build_evaluation
+from freescale.train.evaluation import build_evaluation, build_validation
 from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import (
     ShardedModel,
@@ -66,14 +67,25 @@ def train(
     accept_changes: bool = False,
     tensorboard: bool = False,
     quiet: bool = False,
+    until: str = "",
 ) -> int:
-    """Train a config in a folder; returns the exit code of the command."""
+    """Train a config in a folder; returns the exit code of the command.
+
+    `until`: train on the partitions up to this one that are not trained yet, and evaluate each of them before.
+    """
     newest = checkpoints.newest(folder / "checkpoints", world.transport)
     restarted = restart_count() > 0
-    if not restarted:
+    if until:
+        config = continuous.select_partitions(config, until, world.transport)
+        if newest is not None and continuous.is_trained(config, newest):
+            if world.is_rank_zero:
+                info_once(f"there is no new partition up to {config.data.until}")
+            destroy_world()
+            return NOTHING_NEW
+    elif not restarted:
         require_start(folder, newest, resume=resume)
     with progress("building the model"):
-        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet)
+        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet, continuously=bool(until))
     if newest is not None:
         trainer.checkpoints.resume(partial(_review, trainer.components, accept_changes=accept_changes))
     elif restarted:
@@ -95,10 +107,12 @@ def build(
     model: Model | None = None,
     tensorboard: bool = False,
     quiet: bool = False,
+    continuously: bool = False,
 ) -> Trainer:
     """Build a trainer. `model`: a custom model instead of the config's; it is trained, not evaluated.
 
-    `quiet`: print nothing; the files are written all the same.
+    `quiet`: print nothing; the files are written all the same. `continuously`: evaluate each partition before it is
+    trained.
     """
     quarantine = str(folder / f"quarantine-{world.rank}.jsonl") if config.data.on_bad == "skip" else None
     loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size, quarantine_file=quarantine)
@@ -135,6 +149,8 @@ def build(
         cost=cost,
         data=loader.identity,
         evaluate=None if model else build_evaluation(config, world, sharded.module),
+        partitions=loader.partitions if continuously else {},
+        validate=build_validation(config, world, sharded.module) if continuously else None,
     )
     metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
     overlap = [] if transports.deferred is None else _describe_overlap(config, world, loader, sharded)
@@ -213,7 +229,7 @@ def _is_balanced(config: RunConfig, world: World, loader: Loader, cost: Cost) ->
     """Return whether samples are balanced. `auto` depends on the data and the config alone, never on a clock."""
     if config.balance.mode != "auto":
         return config.balance.mode == "on"
-    groups = np.unique(np.linspace(0, loader.dataset.layout.groups - 1, _SAMPLED_GROUPS).astype(np.int64)).tolist()
+    groups = np.unique(np.linspace(0, loader.dataset.first_groups - 1, _SAMPLED_GROUPS).astype(np.int64)).tolist()
     lengths = np.concatenate([loader.dataset.read_group(group).columns["item_id"].lengths for group in groups])
     costs = cost.of(np.minimum(lengths, config.data.max_history))
     batch = max(1, config.data.global_batch // world.world_size)
@@ -262,7 +278,7 @@ def _review(components: TrainerComponents, checkpoint: Path, facts: Mapping[str,
     if components.world.is_rank_zero and changes:
         warning_once(f"resuming with a changed config: {', '.join(map(str, changes))}")
     changed = [str(change) for change in changes if change.changes_result]
-    if "data" in facts and components.data.contents != facts["data"]["contents"]:
+    if "data" in facts and not components.data.continues(facts["data"]):
         changed.append(f"the contents of {components.config.data.path}")
     if changed and not accept_changes:
         what = f"resuming would change the training result: {', '.join(changed)}"

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,18 +57,24 @@ class TrainerComponents:
     """Identity of the training data."""
     evaluate: Callable[[], dict[str, float]] | None
     """Returns metrics over the held-out part, the same on all ranks; None where nothing is held out."""
+    partitions: Mapping[int, str] = field(default_factory=dict)
+    """In continuous training: the partitions by their first step."""
+    validate: Callable[[str], dict[str, float]] | None = None
+    """In continuous training: returns metrics over the events of a partition, the same on all ranks."""
 
 
 @dataclass
 class TrainingProgress:
     """Position of a training, the same on all ranks."""
 
-    cursor: dict[str, int | str]
+    cursor: dict[str, Any]
     """Loader state after the last computed batch."""
     done: int = 0
     """Steps done."""
     excluded: set[int] = field(default_factory=set)
     """Samples with a NaN or infinite loss or gradient, which training leaves out."""
+    validated: list[float] = field(default_factory=list)
+    """In continuous training: the guarded metric of the last partitions."""
 
 
 class CheckpointInterval:
@@ -128,7 +134,7 @@ class CheckpointManager:
     def is_due(self, *, stopped: bool) -> bool:
         """Return whether to save after this step."""
         done, every = self._progress.done, self._train.save_every
-        if stopped or done == self._components.steps:
+        if stopped or done == self._components.steps or done in self._components.partitions:
             return True
         return done % every == 0 if every else done % len(self._components.loader) == 0 or done == self._next
 
@@ -236,6 +242,7 @@ class CheckpointManager:
         self._interval.load_state_dict(facts["interval"])
         progress.cursor, progress.done = facts["cursor"], facts["step"]
         progress.excluded |= set(facts["left_out"])
+        progress.validated = list(facts.get("validated", []))
         self._last, self._next, components.profiler.step = progress.done, 0, progress.done
         components.step.done = progress.done
 
@@ -256,6 +263,7 @@ class CheckpointManager:
         return {
             "cursor": progress.cursor,
             "left_out": sorted(progress.excluded),
+            "validated": progress.validated,
             "norms": components.step.grad_norm_monitor.state_dict(),
             "autotune": components.autotuner.state_dict(),
             "interval": self._interval.state_dict(),

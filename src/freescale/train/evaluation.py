@@ -43,13 +43,9 @@ def build_evaluation(config: RunConfig, world: World, module: SequenceModule) ->
 
     def evaluate() -> dict[str, float]:
         loader = _test_loader(config, world)
-        batches = track(loader, "evaluating", unit="batches")
-        if config.task.kind == "retrieval":
-            exclude_seen = config.task.seen == "exclude"
-            corpus = Corpus(module, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
-            metrics = _retrieval_metrics(batches, corpus, config, world)
-        else:
-            metrics = ranking_metrics(Ranker(module, world.device), batches, world)
+        metrics = _compute_metrics(loader, config, world, module)
+        if "users" in metrics and not metrics["users"]:
+            raise _no_targets_error(config)
         if config.data.test_path:  # training reports on events held out of its own data
             for line in loader.report():
                 warning_once(f"in {config.data.test_path}: {line}")
@@ -58,11 +54,29 @@ def build_evaluation(config: RunConfig, world: World, module: SequenceModule) ->
     return evaluate
 
 
-def _retrieval_metrics(batches: Iterator[Batch], corpus: "Corpus", config: RunConfig, world: World) -> dict[str, float]:
+def build_validation(config: RunConfig, world: World, module: SequenceModule) -> Callable[[str], dict[str, float]]:
+    """Return the function that evaluates the events of a partition; a user's first one of them is the target."""
+
+    def validate(partition: str) -> dict[str, float]:
+        data = replace(config.data, path=f"{config.data.path}/{partition}", until="", split="targets", test_path="")
+        loader = _test_loader(replace(config, data=data), world)
+        return _compute_metrics(loader, config, world, module)
+
+    return validate
+
+
+def _compute_metrics(loader: Loader, config: RunConfig, world: World, module: SequenceModule) -> dict[str, float]:
+    batches = track(loader, "evaluating", unit="batches")
+    if config.task.kind != "retrieval":
+        return ranking_metrics(Ranker(module, world.device), batches, world)
+    exclude_seen = config.task.seen == "exclude"
+    corpus = Corpus(module, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
+    return _retrieval_metrics(batches, corpus, world)
+
+
+def _retrieval_metrics(batches: Iterator[Batch], corpus: "Corpus", world: World) -> dict[str, float]:
     sums = world.transport.reduce_values(sum_retrieval_metrics(corpus, batches), name="metrics")
     metrics = retrieval_means(sums)
-    if not metrics["users"]:
-        raise _no_targets_error(config)
     if world.is_rank_zero and metrics["seen_targets"]:
         share = f"{metrics['seen_targets']:.1%} of the held-out items are already in the user's history"
         warning_once(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')

@@ -198,6 +198,13 @@ def _count_ids(state: "StepState") -> tuple[int, int, int, int]:
     return ids, unique_ids, unique_ids, sum(map(sum, arrives.shared.requested))
 
 
+def _is_later(entry: Mapping[str, Any], step: int) -> bool:
+    """Whether a training that continues after a step writes the entry again."""
+    if entry["kind"] == "validate":  # it precedes the step that it is counted with
+        return bool(entry["step"] >= step)
+    return bool(entry["step"] > step) and entry["kind"] not in _KEPT_BY_REWIND
+
+
 class MetricsLogger:
     """Writes `metrics.jsonl`, progress on the terminal (plain lines elsewhere), and TensorBoard files on request."""
 
@@ -257,9 +264,9 @@ class MetricsLogger:
         stored = partial(read_entries, self._path.parent)
         reached, until = step, 0.0
         for entry in stored():
-            if entry["step"] > step and entry["kind"] not in _KEPT_BY_REWIND:
+            if _is_later(entry, step):
                 reached, until = max(reached, entry["step"]), max(until, entry_value(entry, "time", 0.0))
-        kept = (entry for entry in stored() if entry["step"] <= step or entry["kind"] in _KEPT_BY_REWIND)
+        kept = (entry for entry in stored() if not _is_later(entry, step))
         rewind = [{"kind": "rewind", "step": step, "reached": reached, "time": until}] if reached > step else []
         replace_lines(self._path, map(json.dumps, itertools.chain(kept, rewind)))
         self._unwritten = b""

@@ -4,16 +4,17 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
 
 from freescale.config import TrainConfig
 from freescale.data.batch import Batch
-from freescale.errors import DataError
+from freescale.errors import ConfigError, DataError, GuardError
 from freescale.log import info_once
 from freescale.overlap.autotune import Setting
 from freescale.train.checkpoint_manager import CheckpointManager, TrainerComponents, TrainingProgress
@@ -23,6 +24,8 @@ from freescale.train.step import LearningRates, StepState
 from freescale.transport.world import restart_count
 
 _SAME_CTRL_C_SECONDS = 2.0
+_GUARDED_PARTITIONS = 8
+"""Partitions before the current one that the guard compares with."""
 
 
 class Trainer:
@@ -96,6 +99,7 @@ class Trainer:
     def _train_until_rollback(self) -> bool | None:
         """Train step by step. Returns whether a stop was requested, or None if training has to go back."""
         stopped, profiler, step = False, self.components.profiler, self.components.step
+        self._validate_if_due()
         profiler.restart_step()
         batches = profiler.iterate("data", self._batches())
         item = next(batches, None)
@@ -119,6 +123,8 @@ class Trainer:
             with profiler.record("host"):
                 if self.checkpoints.is_due(stopped=stopped):
                     self.checkpoints.save()
+            if not stopped:
+                self._validate_if_due()
             if item is None and not stopped:
                 item = next(batches, None)
         return stopped
@@ -156,7 +162,7 @@ class Trainer:
             self.components.profiler.rewind(self.progress.done)
         self._meter.restart()
 
-    def _batches(self) -> Iterator[tuple[Batch, dict[str, int | str]]]:
+    def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield the remaining batches, each with the state of the loader after it."""
         remaining = self.components.steps - self.progress.done
         while remaining > 0:
@@ -216,6 +222,32 @@ class Trainer:
             self._metrics.print_line(f"step {done}: {text}")
         self.components.profiler.restart_step()
 
+    def _validate_if_due(self) -> None:
+        """Evaluate a partition before its first step. The guard compares it with the partitions before it."""
+        done = self.progress.done
+        partition = self.components.partitions.get(done)
+        if partition is None or self.components.validate is None:
+            return
+        with self._meter.paused():
+            self.components.step.synchronize()
+            metrics = self.components.validate(partition)
+        self._metrics.write({"kind": "validate", "step": done, "partition": partition, **metrics})
+        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._metrics.print_line(f"step {done}, before {partition}: {text}")
+        self.components.profiler.restart_step()
+        name, progress = self._train.guard_metric, self.progress
+        if not name:
+            return
+        if name not in metrics:
+            known = ", ".join(metrics)
+            raise ConfigError(f"train.guard_metric = '{name}' is no metric of this task", remedy=f"choose: {known}")
+        try:
+            check_guard(metrics[name], progress.validated, name=name, partition=partition, drop=self._train.guard_drop)
+        except GuardError:
+            self.checkpoints.wait_for_last()
+            raise
+        progress.validated = [*progress.validated, metrics[name]][-_GUARDED_PARTITIONS:]
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Stop after the step, or at once on a later second Ctrl-C. A terminal and a launcher may both send one."""
         now = time.monotonic()
@@ -233,6 +265,16 @@ def lr_factor(step: int, steps: int, config: TrainConfig) -> float:
     done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
     remaining = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.final_lr + (1.0 - config.final_lr) * remaining
+
+
+def check_guard(value: float, before: Sequence[float], *, name: str, partition: str, drop: float) -> None:
+    """Raise GuardError if a metric is further below its mean over earlier partitions than the guard allows."""
+    mean = sum(before) / len(before) if before else 0.0
+    if value >= (1.0 - drop) * mean:
+        return
+    fall = f"{name} is {value:.4f}, and was {mean:.4f} in the mean of the last {len(before)} partitions"
+    remedy = "check the data of this partition and the model; a larger train.guard_drop lets training continue"
+    raise GuardError(f"the guard stops training before it reads {partition}: {fall}", remedy=remedy)
 
 
 class LossTermCounter:
