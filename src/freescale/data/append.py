@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from freescale.data.histories import MAX_HISTORY, ImportJob, ImportSummary, write_histories
 from freescale.data.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from freescale.data.numbering import save_keys
-from freescale.data.partitions import PARTITIONS_FILE, Partition, PartitionList, dump_partitions, parse_partitions
+from freescale.data.partitions import PARTITIONS_FILE, DataPartition, PartitionList, dump_partitions, parse_partitions
 from freescale.data.user_context import ContextJoin
 from freescale.data.vocabulary import VOCABULARY_FILE, feature_vocabulary_file
 from freescale.errors import DataError, UsageError, reason
@@ -43,7 +43,7 @@ class AppendOptions(NamedTuple):
 class Appended(NamedTuple):
     """A new partition, and the counts of its import."""
 
-    partition: Partition
+    partition: DataPartition
     summary: ImportSummary
 
 
@@ -130,10 +130,10 @@ def _with_options(listed: PartitionList, options: AppendOptions, address: str) -
     return listed
 
 
-def _describe(name: str, folder: Path, join: ContextJoin) -> Partition:
+def _describe(name: str, folder: Path, join: ContextJoin) -> DataPartition:
     manifest = parse_manifest((folder / MANIFEST_FILE).read_bytes(), name)
     counts = {count: join.counts[count] for count in ("targets", "duplicates", "late", "too_late")}
-    return Partition(name, manifest, **counts, last_time=max(join.newest, join.latest))
+    return DataPartition(name, manifest, **counts, last_time=max(join.newest, join.latest))
 
 
 def _require_same_ids(listed: PartitionList, manifest: Manifest, address: str) -> None:

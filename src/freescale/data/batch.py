@@ -30,9 +30,8 @@ _SOURCE = "_source"  # temporary feature of anchors: their events among those of
 class Split(NamedTuple):
     """Where each history is cut into training events and held-out events.
 
-    `last` holds out the last event of each user, `time` all events from a timestamp on, `targets` those from the first
-    one that a partition adds, but never the first event of a user. Training and evaluation both read the events before
-    the cut; evaluation also reads the events after it as targets.
+    `last` holds out the last event of each user, `time` all from a timestamp on, `targets` all from the first one that
+    a partition adds, but not the first of a user. Evaluation reads the events after the cut as targets.
     """
 
     kind: Literal["none", "last", "time", "targets"] = "none"
@@ -48,9 +47,8 @@ class Split(NamedTuple):
         if self.kind == "targets":
             targets = np.append(np.flatnonzero(group.columns[IS_TARGET].values), end.max(initial=0))
             return np.minimum(np.maximum(targets[np.searchsorted(targets, begin)], begin + 1), end)
-        timestamps = group.columns["timestamp"].values
         if self.kind == "time":
-            before = np.concatenate([[0], np.cumsum(timestamps < self.time)])
+            before = np.concatenate([[0], np.cumsum(group.columns["timestamp"].values < self.time)])
             return begin + before[end] - before[begin]
         return end
 
@@ -93,8 +91,7 @@ def pack_window(
     """Pack a rank's share of a window. Also returns how many ids of each column are outside its vocabulary."""
     usable = _concat([group.usable for group in groups], bool)[share.source]
     packer = _Packer(groups, kinds, vocabularies, share.source[usable])
-    bounds = [group.columns["item_id"].bounds for group in groups]
-    cuts = [split.cut(group) for group in groups]
+    bounds, cuts = [group.columns["item_id"].bounds for group in groups], [split.cut(group) for group in groups]
     held_out = [(cut, end) for (_, end), cut in zip(bounds, cuts, strict=True)]
     ends = [end for _, end in bounds] if schema.anchored and split.part == "test" else cuts
     visible = [(np.maximum(begin, end - max_history), end) for (begin, _), end in zip(bounds, ends, strict=True)]

@@ -15,7 +15,7 @@ world size nor on the number of workers. Everything is computed on demand in O(V
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -285,15 +285,18 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """State needed to resume."""
-        return asdict(self)
+        fields = asdict(self)
+        return {"partitions": len(fields.pop("ends")), **fields}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state. Refuses a state with another seed, order, batch size, shard count or data size."""
-        state = {**state, "ends": tuple(state.get("ends", ()))}
-        both = min(len(self.ends), len(state["ends"]))
-        if both and self.ends != state["ends"] and self.ends[:both] == state["ends"][:both]:
+        """Resume from a saved state. Refuses a state with another seed, order, batch size, shard count or data size.
+
+        Partitions may have been added at the end since.
+        """
+        current = self.state_dict()
+        if state.get("partitions", 0) != current["partitions"]:
             state = self._continued(state)
-        for name, value in asdict(self).items():
+        for name, value in current.items():
             if name not in state:
                 raise ConfigError(f"the saved cursor has no '{name}'", remedy="take a cursor that this version saved")
             if name not in ("epoch", "step") and state[name] != value:
@@ -306,9 +309,11 @@ class Cursor:
             raise ConfigError(what, remedy="take a cursor that this run saved")
         self.epoch, self.step = epoch, step
 
-    def _continued(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _continued(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of a cursor over fewer or more partitions as one of this cursor: the epoch goes on."""
-        before = replace(self, ends=state["ends"], samples=state["samples"], epoch=0, step=0)
-        done = int(state["epoch"]) * before.steps + int(state["step"])
-        epoch, step = divmod(done, max(1, self.steps))
-        return {**state, "ends": self.ends, "samples": self.samples, "epoch": epoch, "step": step}
+        count, current = int(state.get("partitions", 0)), len(self.ends)
+        if not count or not current or (count < current and state["samples"] != self.ends[count - 1]):
+            return state
+        done = int(state["step"]) if not state["epoch"] else self.first_steps[min(count, current)]
+        epoch, step = divmod(min(done, self.steps), max(1, self.steps))
+        return {**state, "partitions": current, "samples": self.samples, "epoch": epoch, "step": step}

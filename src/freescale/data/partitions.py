@@ -19,7 +19,7 @@ CONTEXT_BUCKETS = 64
 _NAME = re.compile(r"[\w.:-]+(=[\w.:-]+)?(/[\w.:-]+(=[\w.:-]+)?)*")
 
 
-class Partition(NamedTuple):
+class DataPartition(NamedTuple):
     """One partition, and what its log held."""
 
     name: str
@@ -44,7 +44,7 @@ class Partition(NamedTuple):
 class PartitionList(NamedTuple):
     """All partitions, in order."""
 
-    partitions: tuple[Partition, ...] = ()
+    partitions: tuple[DataPartition, ...] = ()
     max_history: int = 0
     """Events of a sample, including its context."""
     raw: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ def parse_partitions(raw: bytes, where: str) -> PartitionList:
 
 def _parse(body: Any) -> PartitionList:
     partitions = tuple(
-        Partition(str(name), manifest_of(manifest, f"{name}/"), *counts)
+        DataPartition(str(name), manifest_of(manifest, f"{name}/"), *counts)
         for name, manifest, *counts in body["partitions"]
     )
     numbers = [n for one in partitions for n in one[2:]] + [body["max_history"], *body["context"]]

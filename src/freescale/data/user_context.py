@@ -31,7 +31,7 @@ class PartitionSamples(NamedTuple):
     context: pl.DataFrame
     """The latest events of each user, in lists."""
     counts: Counter[str]
-    """Targets, duplicates, late and too_late events, as in `Partition`."""
+    """Targets, duplicates, late and too_late events, as in `DataPartition`."""
     latest: int
     """Time of the newest target; 0 without one."""
 

@@ -60,7 +60,8 @@ def build_validation(config: RunConfig, world: World, module: SequenceModule) ->
     def validate(partition: str) -> dict[str, float]:
         data = replace(config.data, path=f"{config.data.path}/{partition}", until="", split="targets", test_path="")
         loader = _test_loader(replace(config, data=data), world)
-        return _compute_metrics(loader, config, world, module)
+        metrics = _compute_metrics(loader, config, world, module)
+        return {("samples" if name == "users" else name): value for name, value in metrics.items()}
 
     return validate
 
