@@ -179,7 +179,7 @@ def test_resuming_with_another_world_size_or_workers_reads_every_sample_once(
 def test_the_state_is_small(dataset: Path) -> None:
     state = loader(dataset).state_dict()
     assert all(isinstance(value, int | str) for value in state.values())
-    assert len(state) == 7
+    assert len(state) == 8
 
 
 def test_a_state_of_another_order_is_refused_with_the_field(dataset: Path) -> None:
