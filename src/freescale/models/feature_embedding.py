@@ -173,7 +173,7 @@ class FeatureEmbedding(nn.Module):
             hour = column.div(_SECONDS_PER_HOUR, rounding_mode="floor").remainder(HOURS)
             return torch.where(column == MISSING, HOURS, hour)
         edges = self._statistics_on_host(feature.name)
-        bucket = torch.bucketize(column.to(edges.dtype), edges, right=True)
+        bucket = _bucket(column.to(edges.dtype), edges)
         return torch.where(column.isnan(), feature.config.buckets, bucket)
 
     def dense(self, feature: Feature, column: Tensor) -> Tensor:
@@ -206,6 +206,13 @@ def _projected_width(feature: Feature, dim: int) -> int:
     if not feature.table:
         return feature.config.bits if feature.config.kind == "bits" else 1
     return feature.dim if feature.config.combine == "concat" or feature.dim != dim else 0
+
+
+def _bucket(values: Tensor, edges: Tensor) -> Tensor:
+    """Return how many edges are not above each value. Inductor's bucketize returns rows that do not exist."""
+    if torch.compiler.is_exporting():
+        return (values[..., None] >= edges).sum(-1)
+    return torch.bucketize(values, edges, right=True)
 
 
 def _sum_sets(vectors: Tensor, counts: Tensor) -> Tensor:

@@ -64,21 +64,27 @@ class ServedModel(nn.Module):
         return {name: value.detach() for name, value in self.state_dict().items()}
 
     def encode(self, inputs: Tensors) -> tuple[Tensor, PlainHistories]:
-        """Encode histories: [samples, tokens, dim]. The tokens: prefix, then events, or items and actions in turn."""
-        interleave, features = self.config.task.interleave, self.model.features.applicable("history")
-        event, query = inputs["timestamp"], self._query_times(inputs)
-        actions = [feature for feature in features if interleave and feature.config.scope == "event"]
+        """Encode histories: [samples, tokens, dim]. The tokens: prefix, then events, or items and actions in turn.
+
+        They are selected, not joined: Inductor miscompiles joined integers, and torch.export their sizes.
+        """
+        features, position = self.model.features.applicable("history"), inputs["position"]
+        after_prefix = position - self.prefix
+        of_event, is_prefix = after_prefix.clamp(min=0) // self.per_event, after_prefix < 0
+        is_action = after_prefix % self.per_event == self.per_event - 1  # without interleaving every event is one
+        event, query = inputs["timestamp"][:, of_event], self._query_times(inputs)[:, of_event]
+        actions = [feature for feature in features if self.per_event > 1 and feature.config.scope == "event"]
         x = F.embedding(inputs["item"], self.tables["item"])
-        x = self.add(x, {feature: inputs[feature.column] for feature in features if feature not in actions})
-        if interleave:
-            of_actions = self.add(torch.zeros_like(x), {feature: inputs[feature.column] for feature in actions})
-            x, event, query = _in_turn(x, of_actions), _in_turn(event, event), _in_turn(event, query)
+        items = self.add(x, {feature: inputs[feature.column] for feature in features if feature not in actions})
+        x = items[:, of_event]
+        if self.per_event > 1:
+            taken = self.add(torch.zeros_like(items), {feature: inputs[feature.column] for feature in actions})
+            x = torch.where(is_action[:, None], taken[:, of_event], x)
         if users := self.model.features.applicable("sample"):
             prefix = torch.stack([self._feature(feature, inputs[feature.column]) for feature in users], dim=1)
-            x = torch.cat([prefix.to(x.dtype), x], dim=1)
-            event, query = (F.pad(times, (len(users), 0)) for times in (event, query))
-        # Their number is a size of its own: torch.export cannot order strides that are sums.
-        x, event, query = (values[:, inputs["position"]] for values in (x, event, query))
+            x = torch.where(is_prefix[:, None], prefix.to(x.dtype)[:, position.clamp(max=len(users) - 1)], x)
+        query = torch.where(is_prefix, 0, torch.where(is_action, query, event))
+        event = torch.where(is_prefix, 0, event)
         layout = PlainHistories(EventTimes(event, query), buckets=self.time_buckets)
         return self.model.encoder(x.flatten(0, 1), layout).unflatten(0, x.shape[:2]), layout
 
@@ -193,12 +199,6 @@ def _candidate_features(served: ServedModel, inputs: Tensors) -> dict[Feature, T
         else read[candidate_column(feature.column)]
         for feature in features
     }
-
-
-def _in_turn(first: Tensor, second: Tensor) -> Tensor:
-    """Return two tensors [samples, columns, ...] as one, column by column in turn."""
-    both = torch.stack([first, second], dim=2) if first.dim() == 2 else torch.cat([first, second], dim=2)
-    return both.reshape(first.shape[0], 2 * first.shape[1], *first.shape[2:])
 
 
 class ServedFunction(nn.Module):
