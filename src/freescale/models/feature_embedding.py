@@ -5,7 +5,7 @@
 alike as an event and as a candidate.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -129,21 +129,35 @@ class FeatureEmbedding(nn.Module):
         return vectors if value.counts is None else _sum_sets(vectors, value.counts)
 
     def _cross(self, feature: Feature, batch: Batch) -> Tensor:
-        """Return the rows of a cross: a hash of the ids of each candidate."""
+        """Return the rows of a cross for each candidate of a batch."""
         assert batch.candidates is not None
         candidates, lengths = batch.candidates, batch.candidates.lengths
+        count = len(candidates["candidate_id"])
+        return self.cross(
+            feature,
+            batch.scalars,
+            candidates.features,
+            repeat=lambda ids: ids.repeat_interleave(lengths, output_size=count),
+        )
+
+    def cross(
+        self,
+        feature: Feature,
+        users: Mapping[str, Tensor],
+        candidates: Mapping[str, Tensor],
+        *,
+        repeat: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the rows of a cross: a hash of the ids of each candidate. `repeat`: ids of users for candidates."""
         key = torch.zeros_like(candidates["candidate_id"])
         for name in feature.config.cross:
             part = self._features.get(name)
+            of_user = name == "user" or (part is not None and part.config.scope == "user")
             if part is None:
-                ids = batch.scalars["user_id"] if name == "user" else candidates["candidate_id"]
-            elif part.config.scope == "user":
-                ids = self.ids(part, batch.scalars[part.column])
+                ids = users["user_id"] if of_user else candidates["candidate_id"]
             else:
-                ids = self.ids(part, candidates[candidate_column(part.column)])
-            if name == "user" or (part is not None and part.config.scope == "user"):
-                ids = ids.repeat_interleave(lengths, output_size=len(key))
-            key = splitmix64(key ^ ids)
+                ids = self.ids(part, users[part.column] if of_user else candidates[candidate_column(part.column)])
+            key = splitmix64(key ^ (repeat(ids) if of_user else ids))
         return (key & _POSITIVE) % feature.config.rows
 
     def ids(self, feature: Feature, column: Tensor) -> Tensor:
@@ -159,7 +173,7 @@ class FeatureEmbedding(nn.Module):
             hour = column.div(_SECONDS_PER_HOUR, rounding_mode="floor").remainder(HOURS)
             return torch.where(column == MISSING, HOURS, hour)
         edges = self._statistics_on_host(feature.name)
-        bucket = torch.bucketize(column.to(edges.dtype), edges, right=True)
+        bucket = _bucket(column.to(edges.dtype), edges)
         return torch.where(column.isnan(), feature.config.buckets, bucket)
 
     def dense(self, feature: Feature, column: Tensor) -> Tensor:
@@ -192,6 +206,13 @@ def _projected_width(feature: Feature, dim: int) -> int:
     if not feature.table:
         return feature.config.bits if feature.config.kind == "bits" else 1
     return feature.dim if feature.config.combine == "concat" or feature.dim != dim else 0
+
+
+def _bucket(values: Tensor, edges: Tensor) -> Tensor:
+    """Return how many edges are not above each value. Inductor's bucketize returns rows that do not exist."""
+    if torch.compiler.is_exporting():
+        return (values[..., None] >= edges).sum(-1)
+    return torch.bucketize(values, edges, right=True)
 
 
 def _sum_sets(vectors: Tensor, counts: Tensor) -> Tensor:

@@ -36,16 +36,16 @@ class PlainHistories:
         """`buckets`: see `jagged.time_bucket_table`. What follows the end of a history does not change it."""
         self._samples, self._columns = times.event.shape
         self._position = torch.arange(self._columns, device=times.event.device)
-        self._times, self._buckets = times, buckets
+        self.times, self._buckets = times, buckets
         self.limits = self._position.expand(self._samples, -1).reshape(-1)
         self.kept: list[Tensor] = []
-        """Keys and values of each layer so far: [2, samples, heads, columns, width]."""
+        """Keys and values of each layer so far: [samples * heads, columns, width] each."""
 
     def hstu(self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTables, scale: float) -> Tensor:
         """Pointwise attention."""
         q, k, v = self._keep(q, k, v)
         distance = (self._position[:, None] - self._position).clamp(min=0)
-        interval = self._times.query[:, :, None] - self._times.event[:, None, :]
+        interval = self.times.query[:, :, None] - self.times.event[:, None, :]
         added = bias.position[distance] + bias.time[_time_bucket(interval, self._buckets)]
         score = torch.bmm(q, k.mT).unflatten(0, (self._samples, -1))
         weights = F.silu(score + added[:, None]) * self._seen() / scale
@@ -56,9 +56,8 @@ class PlainHistories:
         return _pack(F.scaled_dot_product_attention(*self._keep(q, k, v), attn_mask=self._seen()), self._samples)
 
     def _keep(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = q.shape[1]
         q, k, v = (_pad(x, self._samples, self._columns) for x in (q, k, v))
-        self.kept.append(torch.stack([k, v]).unflatten(1, (self._samples, heads)))
+        self.kept += [k, v]
         return q, k, v
 
     def _seen(self) -> Tensor:
@@ -71,10 +70,10 @@ class PlainCandidates:
     def __init__(self, lengths: Tensor, times: EventTimes, kept: Tensor, *, columns: int, buckets: Tensor) -> None:
         """`times`: the events [samples, events], and the query time of each sample [samples].
 
-        `kept`: keys and values of the histories by layer, [layers, 2, samples, heads, events, width].
+        `kept`: keys and values of the histories, layer after layer: [samples, heads, events, layers * 2 * width].
         """
-        events = torch.arange(kept.shape[4], device=lengths.device)
-        self._samples, self._columns, self._kept, self._layer = lengths.shape[0], columns, kept, 0
+        events = torch.arange(kept.shape[2], device=lengths.device)
+        self._samples, self._columns, self._kept, self._layer = lengths.shape[0], columns, kept.flatten(0, 1), 0
         self._distance = (lengths[:, None] - events).clamp(min=0)
         self._seen = (events < lengths[:, None])[:, None, None, :]
         self._bucket = _time_bucket(times.query[:, None] - times.event, buckets)
@@ -100,7 +99,8 @@ class PlainCandidates:
 
     def _scores(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of the history of this layer, [samples, heads, columns, events], and its values."""
-        keys, values = (self._kept[self._layer, part].flatten(0, 1) for part in (0, 1))
+        width = q.shape[-1]
+        keys, values = self._kept[..., 2 * self._layer * width : 2 * (self._layer + 1) * width].chunk(2, dim=-1)
         self._layer += 1
         score = torch.bmm(_pad(q, self._samples, self._columns), keys.mT)
         return score.unflatten(0, (self._samples, -1)), values

@@ -16,14 +16,26 @@ from torch import Tensor, nn
 from freescale.config import RunConfig
 from freescale.data.feature_schema import Feature, candidate_column
 from freescale.errors import UsageError
-from freescale.models.feature_embedding import FeatureValues, Part
+from freescale.models.feature_embedding import FeatureValues
 from freescale.models.jagged import EventTimes, time_bucket_table
 from freescale.models.plain_layout import PlainCandidates, PlainHistories
 from freescale.models.protocol import Rows
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
+from freescale.serving.request_columns import RAW, RequestColumn, candidate_columns, history_columns
 
 Tensors = Mapping[str, Tensor]
+_EXTENTS = {"samples": 3, "events": 7, "candidates": 5}
+"""Of the examples that are traced."""
+_OTHER_SIZES = {
+    "length": ("samples",),
+    "position": ("tokens",),
+    "kept": ("samples", "heads", "tokens", "width"),
+    "event": ("samples", "tokens"),
+    "tokens": ("samples",),
+    "last": ("samples",),
+}
+"""Sizes of the inputs that are no columns: the numbers of events, the tokens, and what is kept of a history."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Program:
     """A function of weights and inputs, with example inputs to trace it with."""
 
     module: nn.Module
+    columns: dict[str, RequestColumn]
+    """The inputs that requests hold."""
     example: dict[str, Tensor]
     sizes: dict[str, tuple[str, ...]]
     """The name of the size of each dimension of each input."""
@@ -41,7 +55,6 @@ class ServedModel(nn.Module):
 
     def __init__(self, config: RunConfig, model: Retrieval | Ranking, tables: Tensors) -> None:
         super().__init__()
-        _require_supported(config, model)
         self.config, self.model = config, model
         self.tables = nn.ParameterDict({name: nn.Parameter(rows, requires_grad=False) for name, rows in tables.items()})
         self.register_buffer("time_buckets", time_bucket_table(torch.device("cpu")).clone())
@@ -51,16 +64,27 @@ class ServedModel(nn.Module):
         return {name: value.detach() for name, value in self.state_dict().items()}
 
     def encode(self, inputs: Tensors) -> tuple[Tensor, PlainHistories]:
-        """Encode histories: [samples, tokens, dim]."""
-        samples, columns = inputs["item"].shape
-        inputs = {name: _unified(value, samples, columns) for name, value in inputs.items()}
-        x, event, query = self.embed("history", inputs, inputs["item"]), inputs["timestamp"], self._query_times(inputs)
+        """Encode histories: [samples, tokens, dim]. The tokens: prefix, then events, or items and actions in turn.
+
+        They are selected, not joined: Inductor miscompiles joined integers, and torch.export their sizes.
+        """
+        features, position = self.model.features.applicable("history"), inputs["position"]
+        after_prefix = position - self.prefix
+        of_event, is_prefix = after_prefix.clamp(min=0) // self.per_event, after_prefix < 0
+        is_action = after_prefix % self.per_event == self.per_event - 1  # without interleaving every event is one
+        event, query = inputs["timestamp"][:, of_event], self._query_times(inputs)[:, of_event]
+        actions = [feature for feature in features if self.per_event > 1 and feature.config.scope == "event"]
+        x = F.embedding(inputs["item"], self.tables["item"])
+        items = self.add(x, {feature: inputs[feature.column] for feature in features if feature not in actions})
+        x = items[:, of_event]
+        if self.per_event > 1:
+            taken = self.add(torch.zeros_like(items), {feature: inputs[feature.column] for feature in actions})
+            x = torch.where(is_action[:, None], taken[:, of_event], x)
         if users := self.model.features.applicable("sample"):
-            prefix = torch.stack([self._feature(one, inputs[one.column]) for one in users], dim=1)
-            position = torch.arange(columns, device=x.device)
-            tokens = prefix[:, position.clamp(max=len(users) - 1)].to(x.dtype)
-            x = torch.where((position < len(users))[:, None], tokens, x)
-            query = torch.where(position < len(users), 0, query)
+            prefix = torch.stack([self._feature(feature, inputs[feature.column]) for feature in users], dim=1)
+            x = torch.where(is_prefix[:, None], prefix.to(x.dtype)[:, position.clamp(max=len(users) - 1)], x)
+        query = torch.where(is_prefix, 0, torch.where(is_action, query, event))
+        event = torch.where(is_prefix, 0, event)
         layout = PlainHistories(EventTimes(event, query), buckets=self.time_buckets)
         return self.model.encoder(x.flatten(0, 1), layout).unflatten(0, x.shape[:2]), layout
 
@@ -74,47 +98,68 @@ class ServedModel(nn.Module):
             return event
         position = torch.arange(event.shape[1], device=event.device)
         following = event[:, (position + 1).clamp(max=event.shape[1] - 1)]
-        last = self.prefix + inputs["length"][:, None] - 1
-        return torch.where(position == last, inputs["time"][:, None], following)
+        at_request = torch.where(inputs["time"] < 0, last_times(inputs), inputs["time"])
+        return torch.where(position == inputs["length"][:, None] - 1, at_request[:, None], following)
 
     @property
     def prefix(self) -> int:
         """Number of prefix tokens."""
         return len(self.model.features.applicable("sample"))
 
-    def embed(self, part: Part, inputs: Tensors, items: Tensor) -> Tensor:
-        """Return the embeddings of events or candidates: [samples, columns, dim]."""
-        x = F.embedding(items, self.tables["item"])
-        for feature in self.model.features.applicable(part):
-            column = inputs[candidate_column(feature.column) if part == "candidates" else feature.column]
+    @property
+    def per_event(self) -> int:
+        """Number of tokens of an event."""
+        return 1 + self.config.task.interleave
+
+    def add(self, x: Tensor, columns: Mapping[Feature, Tensor]) -> Tensor:
+        """Add the embeddings of features to those of events or candidates: [samples, columns, dim]."""
+        for feature, column in columns.items():
             x = x + self._feature(feature, column).to(x.dtype)
         return x
 
     def _feature(self, feature: Feature, column: Tensor) -> Tensor:
-        """Return the embedding of a feature: [..., dim]."""
-        features, flat = self.model.features, column.flatten()
-        if not feature.table:
-            value, rows = FeatureValues(dense=features.dense(feature, flat)), {}
+        """Return the embedding of a feature: [..., dim]. Of sets, -1 is no id."""
+        features, entries, rows = self.model.features, column.shape, {}
+        if feature.config.kind == "set":
+            entries, sets = (
+                column.shape[:-1],
+                column.flatten(0, -2),
+            )  # in 4 dimensions torch.export asks for memory formats
+            vectors = F.embedding(sets.clamp(min=0), self.tables[feature.table]) * (sets >= 0)[..., None]
+            value = FeatureValues(dense=vectors.sum(1))
+        elif not feature.table:
+            value = FeatureValues(dense=features.dense(feature, column.flatten()))
         else:
-            ids = features.ids(feature, flat)
-            value, rows = FeatureValues(rows=slice(None)), {feature.table: Rows(self.tables[feature.table], ids)}
+            ids = column if feature.config.kind == "cross" else features.ids(feature, column)
+            value, rows = (
+                FeatureValues(rows=slice(None)),
+                {feature.table: Rows(self.tables[feature.table], ids.flatten())},
+            )
         embedded = features({feature.name: value}, rows)
         assert embedded is not None
-        return embedded.unflatten(0, column.shape)
+        return embedded.unflatten(0, entries)
+
+
+def last_times(inputs: Tensors) -> Tensor:
+    """Return the time of the last event of each sample."""
+    return inputs["timestamp"].gather(1, (inputs["length"] - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def query(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
     """Return the unit vector of each user, to compare with the vectors of items; 0 without events."""
     output, _ = served.encode(inputs)
-    last = (served.prefix + inputs["length"] - 1).clamp(min=0)
+    last = (served.prefix + served.per_event * inputs["length"] - 1).clamp(min=0)
     at_last = output.gather(1, last[:, None, None].expand(-1, -1, output.shape[2]))[:, 0]
     return {"vector": F.normalize(at_last, dim=-1) * (inputs["length"] > 0)[:, None]}
 
 
 def history(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
-    """Return the keys and values of histories: [layers, 2, samples, heads, tokens, width]."""
+    """Return what candidates read of histories. `kept`: keys and values, [samples, heads, tokens, width]."""
     _, layout = served.encode(inputs)
-    return {"kept": torch.stack(layout.kept)}
+    event = layout.times.event
+    kept = torch.cat(layout.kept, dim=-1).unflatten(0, (event.shape[0], served.config.model.heads))
+    tokens = served.prefix + served.per_event * inputs["length"]
+    return {"kept": kept, "event": event, "tokens": tokens, "last": last_times(inputs)}
 
 
 def candidates(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
@@ -122,27 +167,59 @@ def candidates(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
     model = served.model
     assert isinstance(model, Ranking)
     samples, columns = inputs["candidate_id"].shape
-    events = inputs["timestamp"].shape[1]
-    of_history = {name: _unified(inputs[name], samples, events) for name in ("timestamp", "length", "time")}
-    of_candidates = {n: _unified(v, samples, columns) for n, v in inputs.items() if n.startswith("candidate_")}
-    x = served.embed("candidates", of_candidates, of_candidates["candidate_id"]) + model.is_candidate
-    times, lengths = EventTimes(of_history["timestamp"], of_history["time"]), served.prefix + of_history["length"]
-    layout = PlainCandidates(lengths, times, inputs["kept"], columns=columns, buckets=served.time_buckets)
+    time = torch.where(inputs["time"] < 0, inputs["last"], inputs["time"])
+    layout = PlainCandidates(
+        inputs["tokens"],
+        EventTimes(inputs["event"], time),
+        inputs["kept"],
+        columns=columns,
+        buckets=served.time_buckets,
+    )
+    x = F.embedding(inputs["candidate_id"], served.tables["item"]) + model.is_candidate
+    x = served.add(x, _candidate_features(served, {**inputs, "candidate_timestamp": time}))
     outputs = model.head(model.encoder(x.flatten(0, 1), layout))
     is_number = torch.tensor([label in model.task.regression for label in model.task.labels])
     return {"outputs": torch.where(is_number, outputs, outputs.sigmoid()).unflatten(0, (samples, columns))}
 
 
+def _candidate_features(served: ServedModel, inputs: Tensors) -> dict[Feature, Tensor]:
+    """Return the column of each feature of candidates; of crosses their rows."""
+    samples, columns = inputs["candidate_id"].shape
+    features = served.model.features.applicable("candidates")
+
+    def repeat(values: Tensor) -> Tensor:
+        return values[:, None].expand(samples, columns, *values.shape[1:])
+
+    contexts = {candidate_column(feature.column) for feature in features if feature.config.scope == "context"}
+    read = {name: repeat(value) if name.removesuffix(RAW) in contexts else value for name, value in inputs.items()}
+    hashed = read | {name.removesuffix(RAW): value for name, value in read.items() if name.endswith(RAW)}
+    return {
+        feature: served.model.features.cross(feature, hashed, hashed, repeat=repeat)
+        if feature.config.kind == "cross"
+        else read[candidate_column(feature.column)]
+        for feature in features
+    }
+
+
 class ServedFunction(nn.Module):
     """One of the functions above on a model."""
 
-    def __init__(self, served: ServedModel, compute: Callable[[ServedModel, Tensors], dict[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        compute: Callable[[ServedModel, Tensors], dict[str, Tensor]],
+        sizes: Mapping[str, tuple[str, ...]],
+    ) -> None:
         super().__init__()
-        self.served, self._compute = served, compute
+        self.served, self._compute, self._sizes = served, compute, sizes
 
     def forward(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Call it."""
-        return self._compute(self.served, inputs)
+        """Call it. Tracing learns here that sizes with the same name are the same."""
+        known = {
+            n: size for name, value in inputs.items() for n, size in zip(self._sizes[name], value.shape, strict=True)
+        }
+        expanded = {name: value.expand([known[n] for n in self._sizes[name]]) for name, value in inputs.items()}
+        return self._compute(self.served, expanded)
 
 
 class WithWeights(nn.Module):
@@ -160,69 +237,35 @@ class WithWeights(nn.Module):
 
 def programs_of(served: ServedModel) -> dict[str, Program]:
     """Return the programs of a model by name."""
-    of_history = _history_inputs(served)
+    _require_free_names(served.model)
+    tokens, columns = served.prefix + served.per_event * _EXTENTS["events"], history_columns(served.model)
+    sizes = {"length": torch.zeros(_EXTENTS["samples"], dtype=torch.int64), "position": torch.arange(tokens)}
     if isinstance(served.model, Retrieval):
-        return {"query": _program(served, query, of_history)}
-    kept = history(served, _ones(of_history))["kept"]
-    sizes = ("layers", "two", "samples", "heads", "events", "width")
-    per_candidate = (3, 5), torch.int64, ("samples", "candidates")
-    of_candidates = {name: of_history[name] for name in ("timestamp", "length")}
-    of_candidates |= {"time": of_history["length"], "kept": (tuple(kept.shape), kept.dtype, sizes)}
-    of_candidates |= {"candidate_id": per_candidate}
-    for feature in served.model.features.applicable("candidates"):
-        of_candidates[candidate_column(feature.column)] = per_candidate[0], _kind(feature), per_candidate[2]
-    return {
-        "history": _program(served, history, of_history),
-        "candidates": _program(served, candidates, of_candidates),
-    }
-
-
-def _unified(x: Tensor, samples: int, columns: int) -> Tensor:
-    """Return an input as it is. Tracing learns that its sizes are those of other inputs."""
-    return x.expand(samples, columns) if x.dim() == 2 else x.expand(samples)
-
-
-_Input = tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]
-
-
-def _history_inputs(served: ServedModel) -> dict[str, _Input]:
-    """Return shape, dtype and named sizes of the inputs of a history. Prefix tokens are its first columns."""
-    grid = (3, served.prefix + 7), torch.int64, ("samples", "events")
-    per_sample = (3,), torch.int64, ("samples",)
-    inputs: dict[str, _Input] = {"item": grid, "timestamp": grid, "length": per_sample}
-    if isinstance(served.model, Retrieval):
-        inputs["time"] = per_sample
-    for feature in served.model.features.applicable("history"):
-        inputs[feature.column] = grid[0], _kind(feature), grid[2]
-    for feature in served.model.features.applicable("sample"):
-        inputs[feature.column] = per_sample[0], _kind(feature), per_sample[2]
-    return inputs
-
-
-def _kind(feature: Feature) -> torch.dtype:
-    return torch.float64 if feature.config.kind == "number" else torch.int64
-
-
-def _ones(inputs: Mapping[str, _Input]) -> dict[str, Tensor]:
-    return {name: torch.ones(shape, dtype=kind) for name, (shape, kind, _) in inputs.items()}
+        return {"query": _program(served, query, columns, sizes)}
+    encoded = _program(served, history, columns, sizes)
+    of_candidates = candidate_columns(served.model, dynamic_items="item" in served.config.features)
+    kept = history(served, encoded.example)
+    return {"history": encoded, "candidates": _program(served, candidates, of_candidates, kept)}
 
 
 def _program(
     served: ServedModel,
     compute: Callable[[ServedModel, Tensors], dict[str, Tensor]],
-    inputs: Mapping[str, _Input],
+    columns: dict[str, RequestColumn],
+    others: Tensors,
 ) -> Program:
-    sizes = {name: sizes for name, (_, _, sizes) in inputs.items()}
-    return Program(WithWeights(ServedFunction(served, compute)), _ones(inputs), sizes)
+    """`others`: examples of the inputs that are no columns of requests."""
+    sizes = {name: column.sizes for name, column in columns.items()} | {name: _OTHER_SIZES[name] for name in others}
+    example = {
+        name: torch.zeros([_EXTENTS.get(size, 4) for size in column.sizes], dtype=column.dtype)
+        for name, column in columns.items()
+    }
+    return Program(WithWeights(ServedFunction(served, compute, sizes)), columns, {**example, **others}, sizes)
 
 
-def _require_supported(config: RunConfig, model: Retrieval | Ranking) -> None:
-    """Refuse what the programs do not compute."""
-    features = [f for part in ("sample", "history", "candidates") for f in model.features.applicable(part)]  # type: ignore[arg-type]
-    for feature in features:
-        if feature.config.kind in ("set", "cross"):
-            what = f'feature "{feature.name}" is a {feature.config.kind}, which programs for serving do not have yet'
-            raise UsageError(what, remedy="export with --format safetensors")
-    if config.task.interleave:
-        what = "task.interleave: programs for serving have no action tokens yet"
-        raise UsageError(what, remedy="export with --format safetensors")
+def _require_free_names(model: Retrieval | Ranking) -> None:
+    """Refuse columns that have the name of another input."""
+    for feature in [f for part in ("sample", "history") for f in model.features.applicable(part)]:  # type: ignore[arg-type]
+        if feature.column in ("item", "time", *_OTHER_SIZES):
+            what = f"[features.{feature.name}]: column '{feature.column}' has the name of an input of serving programs"
+            raise UsageError(what, remedy="rename the column, or export with --format safetensors")

@@ -1,23 +1,21 @@
 """Answers requests with an exported model. Needs torch and numpy, nothing else: copy this folder to the server.
 
-    from serve import Recommender
-    model = Recommender("model/")
+    model = serve.Recommender("model/")
     model.recommend([{"item_id": [3, 17, 5], "timestamp": [100, 160, 220], "time": 230}], k=10)  # retrieval
     kept = model.encode([{"item_id": [3, 17, 5], "timestamp": [100, 160, 220]}])                 # ranking
     model.score(kept, [{"candidate_id": [8, 9], "time": 230}])
 
-A request holds the columns of serving.json; `time` is when it is made, by default that of the last event.
+`time`: of the request, by default of the last event. `python serve.py FOLDER` compares the answer to an example.
 """
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-DTYPES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
 
 
 class RequestError(ValueError):
@@ -26,15 +24,13 @@ class RequestError(ValueError):
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Map the tensors of a file: 8 bytes with the size of the header, the header in JSON, then the data."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    data = np.memmap(path, np.uint8, "c", offset=8 + size)
-    found = {}
-    for name, entry in header.items():
+    file = np.memmap(path, np.uint8, "c")
+    begin = 8 + int.from_bytes(file[:8], "little")
+    found, data, dtypes = {}, file[begin:], {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
+    for name, entry in json.loads(bytes(file[8:begin])).items():
         if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            found[name] = torch.from_numpy(data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"]))
+            values = data[slice(*entry["data_offsets"])].view(dtypes[entry["dtype"]])
+            found[name] = torch.from_numpy(values.reshape(entry["shape"]))
     return found
 
 
@@ -46,10 +42,18 @@ def splitmix64(x: Any) -> Any:
     return (z ^ z >> np.uint64(31)).reshape(np.shape(x))
 
 
+def pad(rows: list[Any], padding: int) -> Any:
+    """Return arrays with one number of dimensions as one array."""
+    filled = np.full((len(rows), *np.max([row.shape for row in rows], axis=0, initial=2)), padding, rows[0].dtype)
+    for i, row in enumerate(rows):
+        filled[(i, *map(slice, row.shape))] = row
+    return filled
+
+
 class Recommender:
     """An exported model. Ids become rows here; the programs compute everything else."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, programs: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self.facts = json.loads((self.folder / "serving.json").read_text())
         for name, entry in self.facts["files"].items():
@@ -58,22 +62,21 @@ class Recommender:
         self.weights = read_safetensors(self.folder / "weights.safetensors")
         slots = {name: self.weights.pop(f"{name}.ids").numpy().ravel() for name in self.facts["dynamic"]}
         self.slots = {name: (ids[order := np.argsort(ids)], order) for name, ids in slots.items()}
-        self.programs = {name: self._load(self.folder / f"{name}.pt2") for name in self.facts["programs"]}
+        load = {"pt2": lambda path: torch.export.load(path).module(), "aoti": torch._inductor.aoti_load_package}
+        files = {name: str(self.folder / f"{name}.pt2") for name in self.facts["programs"]}
+        self.programs = programs or {name: load[self.facts["format"]](file) for name, file in files.items()}
         if self.facts["task"] == "retrieval":
             read = np.lib.format.open_memmap  # unlike np.load, it cannot execute code. Ids ascend.
             self.item_ids = read(self.folder / "item_ids.npy", "c")
             self.items = torch.from_numpy(read(self.folder / "items.npy", "c"))
 
-    def _load(self, path: Path) -> Any:
-        if self.facts["format"] == "aoti":
-            return torch._inductor.aoti_load_package(str(path))
-        return torch.export.load(path).module()
+    def query(self, requests: list[dict[str, Any]]) -> torch.Tensor:
+        """Return the unit vector of each user, to compare with those of items.npy."""
+        return self.programs["query"](self.weights, self._inputs("query", requests))["vector"]
 
-    @torch.inference_mode()
     def recommend(self, requests: list[dict[str, Any]], k: int = 10) -> list[dict[str, list[Any]]]:
         """Return the best items of each request and their scores, best first."""
-        inputs = self._inputs("query", requests)
-        scores = self.programs["query"](self.weights, inputs)["vector"] @ self.items.T
+        scores = self.query(requests) @ self.items.T
         for row, request in enumerate(requests if self.facts["exclude_seen"] else []):
             seen = np.asarray(request["item_id"])
             place = np.searchsorted(self.item_ids, seen).clip(max=len(self.item_ids) - 1)
@@ -82,68 +85,65 @@ class Recommender:
         found = zip(self.item_ids[at.numpy()], best.numpy(), best.numpy() > -np.inf, strict=True)
         return [{"item_id": ids[ok].tolist(), "score": score[ok].tolist()} for ids, score, ok in found]
 
-    @torch.inference_mode()
     def encode(self, requests: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
         """Return what ranking keeps of the history of each request."""
-        inputs = self._inputs("history", requests)
-        kept = self.programs["history"](self.weights, inputs)["kept"]
-        times, lengths = inputs["timestamp"], inputs["length"]
-        samples = [slice(i, i + 1) for i in range(len(requests))]
-        return [{"kept": kept[:, :, i], "timestamp": times[i], "length": lengths[i]} for i in samples]
+        kept = self.programs["history"](self.weights, self._inputs("history", requests))
+        return [{name: value[i : i + 1] for name, value in kept.items()} for i in range(len(requests))]
 
-    @torch.inference_mode()
     def score(self, kept: list[dict[str, torch.Tensor]], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the outputs of the candidates of each request, by label, after the history that is kept."""
         answers = []
         for history, request in zip(kept, requests, strict=True):
-            last = int(history["timestamp"][0, self.facts["prefix"] + int(history["length"]) - 1])
-            inputs = self._inputs("candidates", [{"time": last, **request}])
-            outputs = self.programs["candidates"](self.weights, inputs | history)["outputs"][0]
-            by_label = outputs[: len(request["candidate_id"])].T.tolist()
-            answers.append(dict(zip(self.facts["labels"], by_label, strict=True)))
+            inputs = self._inputs("candidates", [request]) | history
+            outputs = self.programs["candidates"](self.weights, inputs)["outputs"][0, : len(request["candidate_id"])]
+            answers.append(dict(zip(self.facts["labels"], outputs.T.tolist(), strict=True)))
         return answers
 
     def _inputs(self, program: str, requests: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Check requests and pad their columns."""
         if not isinstance(requests, list) or not all(isinstance(request, dict) for request in requests) or not requests:
             raise RequestError("give a list of requests, each a dict")
-        columns, inputs, sizes = self.facts["programs"][program], {}, [0] * len(requests)
-        prefix = 0 if program == "candidates" else self.facts["prefix"]
-        for name, column in columns.items():
-            rows = [self._values(name, column, request) for request in requests]
-            if not column["most"]:
-                inputs[column["input"]] = torch.from_numpy(np.stack(rows))
-                continue
-            sizes = sizes if any(sizes) else [len(row) for row in rows]
-            if [len(row) for row in rows] != sizes:
-                raise RequestError(f"'{name}' has another length than the other columns of its request")
-            filled = np.zeros((len(rows), prefix + max(2, *sizes)), rows[0].dtype)
-            for row, into in zip(rows, filled, strict=True):
-                into[prefix : prefix + len(row)] = row
-            inputs[column["input"]] = torch.from_numpy(filled)
-        return inputs if program == "candidates" else inputs | {"length": torch.tensor(sizes)}
+        inputs, sizes, (prefix, per_event) = {}, [], self.facts["tokens"]
+        for name, column in self.facts["programs"][program].items():
+            rows = [self._values(column, request.get(column["column"]), column["most"]) for request in requests]
+            sizes = sizes or [len(row) for row in rows]  # the first column is a list
+            if column["per_entry"] and [len(row) for row in rows] != sizes:
+                raise RequestError(f"'{column['column']}' has another length than the other columns of its request")
+            inputs[name] = torch.from_numpy(pad(rows, column["padding"]))
+        lengths = {"length": torch.tensor(sizes), "position": torch.arange(prefix + per_event * max(2, *sizes))}
+        return inputs if program == "candidates" else inputs | lengths
 
-    def _values(self, name: str, column: dict[str, Any], request: dict[str, Any]) -> Any:
-        """Return the checked values of a column of a request: rows instead of ids."""
-        value = np.asarray(request["timestamp"][-1] if name == "time" and name not in request else request.get(name))
-        kinds = "iuf" if column["kind"] == "number" else "iu"
-        if value.dtype.kind not in kinds or value.ndim != bool(column["most"]):
-            raise RequestError(f"'{name}' must be {column['means']}")
-        if value.ndim and not 1 <= len(value) <= column["most"]:
-            raise RequestError(f"'{name}' has {len(value)} values; a request has 1 to {column['most']}")
+    def _values(self, column: dict[str, Any], value: Any, most: list[int]) -> Any:
+        """Return the checked values of a column of a request: rows instead of ids. `most`: lengths of nested lists."""
+        if value in column["empty"]:
+            return np.zeros(0, np.int64)
+        if len(most) > 1 and isinstance(value, list) and 0 < len(value) <= most[0]:
+            return pad([self._values(column, ids, most[1:]) for ids in value], column["padding"])
+        value, (low, high) = np.array(value, dtype=object), column["range"]
+        null = np.equal(value, np.array(None)) & column["nullable"]
+        value, types = np.where(null, low, value), {int, type(low)}
+        valid = value.ndim == len(most) and 0 < value.size <= max([1, *most]) and {*map(type, value.flat)} <= types
+        if not valid or not np.all((value >= low) & (value <= high)):
+            raise RequestError(f"'{column['column']}' must be {column['means']}")
         if column["kind"] == "number":
-            return value.astype(np.float64)
-        value, known = value.astype(np.int64), column["known"]
-        if (value < 0).any():
-            raise RequestError(f"'{name}' holds a negative value, or one above 2^63")
-        if column["table"] in self.slots:
-            return self._find_rows(column["table"], value)
-        shared = known + (splitmix64(value) % np.uint64(column["shared"] or 1)).astype(np.int64)
-        return np.where(value < known, value, shared) if known else value
+            return np.where(null, np.nan, value).astype(np.float64)
+        value, known = np.where(null, column["missing"], value).astype(np.int64), column["known"]
+        if column["table"] not in self.slots:
+            shared = known + (splitmix64(value) % np.uint64(column["shared"])).astype(np.int64)
+            return np.where((value < known) | null, value, shared) if known else value
+        # A dynamic id has its slot, or the shared row of its bucket.
+        (ids, rows), (buckets, slots) = self.slots[column["table"]], self.facts["dynamic"][column["table"]]
+        bucket, place = splitmix64(value) >> np.uint64(65 - buckets.bit_length()), np.searchsorted(ids, value)
+        place = place.clip(max=len(ids) - 1)
+        return np.where(ids[place] == value, rows[place], bucket.astype(np.int64) * (slots + 1) + slots)
 
-    def _find_rows(self, table: str, ids: Any) -> Any:
-        """Return the row of each dynamic id: its slot, or the shared row of its bucket."""
-        buckets, slots = self.facts["dynamic"][table]
-        bucket, (known, rows) = splitmix64(ids) >> np.uint64(65 - buckets.bit_length()), self.slots[table]
-        place = np.searchsorted(known, ids).clip(max=len(known) - 1)
-        return np.where(known[place] == ids, rows[place], bucket.astype(np.int64) * (slots + 1) + slots)
+    def check(self) -> None:
+        """Answer the example of serving.json; raise if the answer is not that of the model in training."""
+        asked, answer = [self.facts["example"]["request"]], self.facts["example"]["answer"]
+        found = self.recommend(asked) if self.facts["task"] == "retrieval" else self.score(self.encode(asked), asked)
+        if not all(np.allclose(found[0][name], answer[name], atol=1e-5) for name in answer if name != "item_id"):
+            raise ValueError(f"the answer to the example of {self.folder} is {found[0]} instead of {answer}")
+
+
+if __name__ == "__main__":
+    Recommender(sys.argv[1]).check()
