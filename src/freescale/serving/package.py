@@ -27,7 +27,7 @@ from freescale.config import RunConfig
 from freescale.data.feature_schema import Feature, candidate_column
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import ItemVocabulary
-from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout
+from freescale.embedding.zero_collision_layout import EMPTY
 from freescale.errors import UsageError
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
@@ -64,6 +64,8 @@ def write_package(trained: TrainedModel, folder: Path, format: Format) -> list[s
         files += ["items.npy", "item_ids.npy", "items.parquet"]
     shutil.copyfile(Path(__file__).with_name("serve.py"), folder / "serve.py")
     facts = _facts(trained.config, loader, served, programs) | {"format": format, "step": trained.step}
+    sharded = trained.sharded.tables.tables if trained.sharded.tables is not None else []
+    facts["dynamic"] = {t.name: [t.layout.buckets, t.layout.slots] for t in sharded if t.layout is not None}
     facts["files"] = {name: export.describe(folder / name) for name in files}
     (folder / "serving.json").write_text(json.dumps(facts, indent=1) + "\n")
     return [*sorted(files), "serving.json"]
@@ -119,14 +121,12 @@ def _facts(config: RunConfig, loader: Loader, served: ServedModel, programs: Map
     }
     if "candidates" in per_program:  # of the history, a program of candidates has what is kept
         per_program["candidates"].pop("timestamp")
-    dynamic = {name: BucketLayout.of(feature.rows) for name, feature in config.dynamic_tables.items()}
     return {
         "task": config.task.kind,
         "labels": list(config.task.labels),
         "exclude_seen": config.task.seen == "exclude",
         "programs": per_program,
         "prefix": served.prefix,
-        "dynamic": {name: [layout.buckets, layout.slots] for name, layout in dynamic.items()},
         "made_with": {
             "torch": str(torch.__version__),
             "machine": platform.machine(),
