@@ -15,6 +15,7 @@ from torch import Tensor
 from freescale.config import FeatureConfig, RunConfig
 from freescale.data.vocabulary import FIRST_SLOT
 from freescale.embedding.exchange import AllToAllPlan
+from freescale.embedding.ids import deduplicate, deduplicate_up_to
 from freescale.embedding.tables import RowKeys, Table
 from freescale.embedding.zero_collision_ids import Assignment, DynamicIds, candidate_layout, initial_rows
 from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout, EvictionPolicy
@@ -77,15 +78,16 @@ class _OwnedIds:
         time = time if self._feature.eviction == "ttl" else min(max(time, 0), _LATEST)
         return self.ids.assign(unique, step=step, time=time)
 
-    def count(self, found: Assignment) -> None:
+    def count(self, found: Assignment, *, evicted: int) -> None:
         """Count what a step has changed."""
-        evicted = int((found.evicted != EMPTY).sum())
         self.counts, self.used = self.counts.add(found, evicted), self.used + len(found.new) - evicted
 
     def distinct(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distinct slots, by number, and the distinct ids of requests, and the place of each request."""
-        unique, index = torch.unique(requests, return_inverse=True)
-        slots = int((unique <= FIRST_SLOT).sum()) if self.table.sampled else 0  # the smallest ones
+        if not self.table.sampled:
+            unique, index = deduplicate(requests, rows=None)
+            return unique[:0], unique, index
+        (unique, index), slots = deduplicate_up_to(requests, FIRST_SLOT)
         return FIRST_SLOT - unique[:slots], unique[slots:], index
 
     def state(self) -> dict[str, SlotState]:
@@ -132,11 +134,12 @@ class DynamicTables:
         def rows_of(owned: _OwnedIds, ids: Tensor) -> Tensor:
             slots, unique, index = owned.distinct(ids)
             found = owned.assign(unique, step=step, time=plan.latest)
-            owned.count(found)
+            lost = (found.evicted != EMPTY).nonzero()[:, 0] if len(found.new) else found.new
+            owned.count(found, evicted=len(lost))
             new = found.rows[found.new] - owned.first
             self._initialize(owned, new, unique[found.new])
             if owned.table.sampled:
-                evicted[owned.table.name] = new[found.evicted != EMPTY] + self._first_rows.get(owned.table.name, 0)
+                evicted[owned.table.name] = new[lost] + self._first_rows.get(owned.table.name, 0)
             return torch.cat([owned.ids.sample(slots), found.rows])[index]
 
         return self._with_rows(plan, rows_of), evicted
