@@ -394,6 +394,30 @@ def test_dynamic_ids_have_slots_of_their_own_that_fbgemm_finds(tmp_path: Path, w
     assert set(timed["ratio_median"]) >= {"baseline again", "lookup", "assign, 10% new"}
 
 
+def test_a_large_table_is_filled_saved_and_resumed(tmp_path: Path, warm: WarmPython) -> None:
+    out = tmp_path / "large_table.json"
+    command = [warm.python, BENCHMARKS / "large_table.py", "--slots", "200000", "--folder", tmp_path, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["same_rows_after_resume"]
+    assert result["percent_without_slot"] < 0.01
+    assert result["stored_bytes_per_slot"] <= 24
+
+
+def test_tables_of_a_changing_catalogue_are_compared_by_their_hit_rate(tmp_path: Path, warm: WarmPython) -> None:
+    out, rng = tmp_path / "dynamic_quality.json", np.random.default_rng(0)
+    minute = np.sort(rng.integers(0, 60 * 24 * 60, 6000))
+    log = np.stack([rng.integers(0, 60, 6000), rng.integers(0, 200, 6000), minute], axis=1).astype(np.int32)
+    np.save(tmp_path / "places.npy", log)
+    options = ["--seeds", "1", "--items", "100", "--sessions", "20", "--foursquare", tmp_path / "places.npy"]
+    command = [warm.python, BENCHMARKS / "dynamic_quality.py", *options, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    for result in json.loads(out.read_text())["results"]:
+        assert result["hr@10"].keys() == {"dynamic", "hashed", "fixed"}
+        assert result["held_out_sessions"] > 10
+        assert result["unknown_targets"]["hashed"] == 0 <= result["unknown_targets"]["dynamic"] < 1
+
+
 def test_automatic_selection_is_compared_with_every_fixed_setting(tmp_path: Path) -> None:
     out = tmp_path / "autotune.json"
     options = ["--presets", "heavy", "--ranks", "2", "--steps", "2", "--rounds", "2", "--no-real", "--samples", "4"]

@@ -201,6 +201,22 @@ def test_a_long_run_gives_a_page_of_bounded_size_that_still_shows_its_extremes(t
     assert "step 31,415\nloss: 9" in training
 
 
+def test_dynamic_tables_have_charts_of_their_load_and_changes() -> None:
+    changes = {"load": 0.5, "new": 7, "evicted": 3, "waiting": 2, "without_slot": 1}
+    lines = [
+        {"kind": "train", "step": step} | {f"ids/{table}/{name}": value for name, value in changes.items()}
+        for step in (4, 8)
+        for table in ("artist",)
+    ]
+    run = curves.RunMetrics("one", lines)
+    alone, compared = ("".join(curves.training_sections(runs)) for runs in ([run], [run, run._replace(name="other")]))
+    for title in ("Slots of table artist in use", "Dynamic ids of table artist, by interval"):
+        assert title in alone
+    for label in ("new", "evicted", "shared row: not admitted yet", "shared row: no slot"):
+        assert label in alone
+        assert f"Dynamic ids of table artist, by interval: {label}" in compared
+
+
 def test_every_cause_has_a_distinct_colour() -> None:
     assert list(COLOURS) == list(CAUSES)
     for (one, a), (two, b) in itertools.combinations(COLOURS.items(), 2):

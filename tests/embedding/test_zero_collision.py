@@ -286,6 +286,27 @@ def test_the_number_of_owners_changes_nothing(kind: Kind) -> None:
             assert torch.equal(array, groups[0][0].state_dict()[name])
 
 
+def test_200_steps_with_new_ids_and_evictions_in_each_give_the_same_slots_on_any_number_of_owners() -> None:
+    layout, policy, generator = BucketLayout(64, 32), EvictionPolicy("lru"), torch.Generator().manual_seed(5)
+    groups = [
+        [DynamicIds(layout, owned=layout.owned(rank, count), policy=policy) for rank in range(count)]
+        for count in (1, 2, 3, 4, 8)
+    ]
+    live = distinct(2000, generator)
+    for step in range(200):
+        new = distinct(200, generator)
+        ids = torch.cat([live[torch.randperm(len(live), generator=generator)[:300]], new[:34]]).unique()  # 10% new
+        live = torch.cat([live, new[:34]])[-2000:]
+        assigned = [assign_all(owners, ids, step=step, time=0) for owners in groups]
+        assert step < 60 or assigned[0][1] > 0, f"step {step} evicts none"
+        for rows, evicted in assigned:
+            assert torch.equal(rows, assigned[0][0])
+            assert evicted == assigned[0][1]
+    for owners in groups:
+        for name, array in joined_state(owners).items():
+            assert torch.equal(array, groups[0][0].state_dict()[name])
+
+
 def assign_all(owners: list[DynamicIds], ids: Tensor, *, step: int, time: int) -> tuple[Tensor, int]:
     """Return the rows of ids, and how many ids were evicted."""
     rows, evicted = torch.empty_like(ids), 0

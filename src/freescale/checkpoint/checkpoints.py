@@ -10,7 +10,7 @@ All ranks must see the folder. `tensor_files` defines the files of one rank.
 import contextlib
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 from freescale.checkpoint import tensor_files
 from freescale.checkpoint.run_folder import FACTS, checkpoint_path, complete_checkpoints, step_of
+from freescale.checkpoint.table_changes import find_changes
 from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, LocalRows, MismatchError
 from freescale.embedding.row_order import RowOrder
 from freescale.embedding.sharded import ShardedTables
@@ -53,10 +54,28 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def load(checkpoint: Path, tensors: Mapping[str, LocalRows], tables: ShardedTables | None = None) -> dict[str, Any]:
     """Load a checkpoint of any world size into the given tensors; return its facts. `tables`: those of the tensors."""
     facts = read_facts(checkpoint)
-    tensor_files.read(checkpoint, facts["ranks"], tensors)
-    if tables is not None and tables.dynamic is not None:
-        tables.dynamic.reopen()
+    if tables is None or tables.dynamic is None:
+        tensor_files.read(checkpoint, facts["ranks"], tensors)
+        return facts
+    changes = find_changes(checkpoint, facts, tables)
+    changed = tuple(f"tables.{change.table.name}." for change in changes)
+    unchanged = {name: rows for name, rows in tensors.items() if not f"{name}.".startswith(changed)}
+    tensor_files.read(checkpoint, facts["ranks"], unchanged)
+    for change in changes:
+        change.load(tensors)
+    tables.dynamic.reopen()
     return facts
+
+
+def created_buckets(folder: Path, tables: Iterable[str], transport: C10d) -> dict[str, int]:
+    """Return how many buckets dynamic tables were created with, as rank 0 reads it; none before a first checkpoint."""
+    recorded: dict[str, int] = {}
+    for checkpoint in reversed(complete_checkpoints(folder) if transport.peers.rank == 0 else []):
+        with contextlib.suppress(CheckpointError):
+            recorded = read_facts(checkpoint).get("buckets", {})
+            break
+    found = {table: transport.sum(recorded.get(table, 0), name="buckets") for table in tables}
+    return {table: buckets for table, buckets in found.items() if buckets}
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -197,6 +197,11 @@ def read(folder: Path, world_size: int, tensors: Mapping[str, LocalRows]) -> Non
             raise _mismatch(f"{abs(count)} of {tensors[name].order.rows} rows of '{name}' are {problem}", folder)
 
 
+def stored_rows(folder: Path, world_size: int) -> dict[str, RowOrder]:
+    """Return the rows of each tensor in the files of so many ranks, and their positions."""
+    return {chunk.name: chunk.order for rank in range(world_size) for chunk in _read_index(folder, rank)}
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON with its checksum, and sync the file and its name to the disk."""
     with path.open("w", encoding="utf-8") as file:

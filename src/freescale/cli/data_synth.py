@@ -8,7 +8,7 @@ from typing import Any, Literal
 import tyro
 
 from freescale.cli.options import Flag, parse, require_at_least, say
-from freescale.data import synthetic, synthetic_features, synthetic_signal
+from freescale.data import synthetic, synthetic_drift, synthetic_features, synthetic_signal
 from freescale.data.manifest import Manifest
 from freescale.errors import UsageError
 
@@ -24,16 +24,17 @@ class SynthOptions:
 
     target: tyro.conf.Positional[Path]
     """The folder to create."""
-    preset: synthetic.Preset | Literal["planted"] | synthetic_signal.FeaturePreset = "ml1m"
+    preset: synthetic.Preset | Literal["planted", "drift"] | synthetic_signal.FeaturePreset = "ml1m"
     """Lengths: kuairand (median 7,600 events), ml1m (92) or heavy (Zipf 1.2 up to 4,096). With labels that follow a
     hidden rule: planted, short histories with candidates; yambda (median 2,700), with features and labels of events;
-    kuairand-ranking, with features and candidates. Another seed gives other users of the same items."""
+    kuairand-ranking, with features and candidates. Another seed gives other users of the same items. drift: sessions of
+    40 days, on each of which 5% of the items are replaced; raw ids, for a dynamic table."""
     users: int = 10_000
     """Histories to generate."""
     items: int | None = None
-    """Distinct items to draw from: 100,000, of logs with labels 256, unless given."""
+    """Distinct items to draw from: 100,000, of logs with labels 256, of drift 1,000 at a time, unless given."""
     popularity: synthetic.Popularity | None = None
-    """public (default): Zipf 0.7 as in public data. production: Zipf 1.05. planted: all items are equally popular."""
+    """public (default): Zipf 0.7 as in public data. production: Zipf 1.05. planted, drift: all are equally popular."""
     seed: int = 0
     """The same seed gives the same log."""
     shorter: int = 1
@@ -48,6 +49,8 @@ def run_synth(argv: Sequence[str], prog: str) -> int:
     require_at_least(options, users=1, items=1, shorter=1, seed=0)
     if options.preset in ("kuairand", "ml1m", "heavy"):
         made = synthetic.write_log(options.target, options.preset, **_log_options(options, items=100_000))
+    elif options.preset == "drift":
+        made = _write_drift(options)
     else:
         made = _write_planted(options)
     say(f"{options.target}: {made.rows:,} users, {made.items:,} items, {made.events:,} events")
@@ -57,6 +60,14 @@ def run_synth(argv: Sequence[str], prog: str) -> int:
 def _log_options(options: SynthOptions, *, items: int) -> dict[str, Any]:
     size = {"users": options.users, "catalogue": options.items or items, "shorter": options.shorter}
     return {**size, "popularity": options.popularity or "public", "seed": options.seed}
+
+
+def _write_drift(options: SynthOptions) -> Manifest:
+    if options.popularity is not None or options.shorter > 1:
+        what = "items of a drift log are equally popular, and its sessions are short"
+        raise UsageError(what, remedy="leave out --popularity and --shorter")
+    size = {"users": options.users, "catalogue": options.items or 1000, "seed": options.seed}
+    return synthetic_drift.write_drift_log(options.target, **size)
 
 
 def _write_planted(options: SynthOptions) -> Manifest:

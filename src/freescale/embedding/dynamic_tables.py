@@ -15,6 +15,7 @@ from torch import Tensor
 from freescale.config import FeatureConfig, RunConfig
 from freescale.data.vocabulary import FIRST_SLOT
 from freescale.embedding.exchange import AllToAllPlan
+from freescale.embedding.ids import deduplicate, deduplicate_up_to
 from freescale.embedding.tables import RowKeys, Table
 from freescale.embedding.zero_collision_ids import Assignment, DynamicIds, candidate_layout, initial_rows
 from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout, EvictionPolicy
@@ -58,7 +59,8 @@ class _OwnedIds:
         self.table, self.layout, self._feature = table, table.layout, feature
         self._owned = self.layout.owned(rank, world_size)
         self.first = self._owned.start * self.layout.stride
-        self.counts = DynamicCounts()
+        self.counts, self.used = DynamicCounts(), 0
+        """Changes since they were last reported, and slots in use."""
         self.ids = self._open(None, device)
 
     def _open(self, state: dict[str, Tensor] | None, device: torch.device | None = None) -> DynamicIds:
@@ -69,16 +71,23 @@ class _OwnedIds:
     def reopen(self) -> None:
         """Adopt arrays whose contents a checkpoint has replaced."""
         self.ids = self._open(self.ids.state_dict())
+        self.used = int((self.ids.identities() != EMPTY).sum())
 
     def assign(self, unique: Tensor, *, step: int, time: int) -> Assignment:
         """Give slots to new ids of a step."""
         time = time if self._feature.eviction == "ttl" else min(max(time, 0), _LATEST)
         return self.ids.assign(unique, step=step, time=time)
 
+    def count(self, found: Assignment, *, evicted: int) -> None:
+        """Count what a step has changed."""
+        self.counts, self.used = self.counts.add(found, evicted), self.used + len(found.new) - evicted
+
     def distinct(self, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distinct slots, by number, and the distinct ids of requests, and the place of each request."""
-        unique, index = torch.unique(requests, return_inverse=True)
-        slots = int((unique <= FIRST_SLOT).sum()) if self.table.sampled else 0  # the smallest ones
+        if not self.table.sampled:
+            unique, index = deduplicate(requests, rows=None)
+            return unique[:0], unique, index
+        (unique, index), slots = deduplicate_up_to(requests, FIRST_SLOT)
         return FIRST_SLOT - unique[:slots], unique[slots:], index
 
     def state(self) -> dict[str, SlotState]:
@@ -125,11 +134,12 @@ class DynamicTables:
         def rows_of(owned: _OwnedIds, ids: Tensor) -> Tensor:
             slots, unique, index = owned.distinct(ids)
             found = owned.assign(unique, step=step, time=plan.latest)
-            owned.counts = owned.counts.add(found, int((found.evicted != EMPTY).sum()))
+            lost = (found.evicted != EMPTY).nonzero()[:, 0] if len(found.new) else found.new
+            owned.count(found, evicted=len(lost))
             new = found.rows[found.new] - owned.first
             self._initialize(owned, new, unique[found.new])
             if owned.table.sampled:
-                evicted[owned.table.name] = new[found.evicted != EMPTY] + self._first_rows.get(owned.table.name, 0)
+                evicted[owned.table.name] = new[lost] + self._first_rows.get(owned.table.name, 0)
             return torch.cat([owned.ids.sample(slots), found.rows])[index]
 
         return self._with_rows(plan, rows_of), evicted
@@ -169,13 +179,16 @@ class DynamicTables:
         if f"{name}.sum" in self._weights:
             self._weights[f"{name}.sum"][rows] = 0.0
 
-    def reduce_counts(self, transport: C10d) -> dict[str, int]:
-        """Return what happened in each table since the last call, summed over all ranks: `ids/TABLE/new`."""
-        names = [f"ids/{table}/{name}" for table in self._owned for name in DynamicCounts._fields]
-        counts = torch.tensor([owned.counts for owned in self._owned.values()]).flatten()
-        for owned in self._owned.values():
+    def reduce_counts(self, transport: C10d) -> dict[str, float]:
+        """Return what happened in each table since the last call, and its load, over all ranks: `ids/TABLE/new`."""
+        counts = torch.tensor([[*owned.counts, owned.used] for owned in self._owned.values()])
+        totals = transport.reduce_values(counts.flatten(), name="dynamic ids").view(counts.shape).tolist()
+        found: dict[str, float] = {}
+        for (name, owned), (*changes, used) in zip(self._owned.items(), totals, strict=True):
+            found |= {f"ids/{name}/{what}": n for what, n in zip(DynamicCounts._fields, changes, strict=True)}
+            found[f"ids/{name}/load"] = used / (owned.layout.buckets * owned.layout.slots)
             owned.counts = DynamicCounts()
-        return dict(zip(names, transport.reduce_values(counts, name="dynamic ids").tolist(), strict=True))
+        return found
 
     def state(self) -> dict[str, SlotState]:
         """Return the arrays of all slots, which `reopen` adopts when their contents were replaced."""

@@ -37,6 +37,21 @@ def deduplicate(ids: Tensor, *, rows: int | None) -> UniqueIds:
     return UniqueIds(unique, (place.cumsum(0) - 1)[ids])
 
 
+def deduplicate_up_to(ids: Tensor, bound: int) -> tuple[UniqueIds, int]:
+    """Return the unique ids, and how many of them are at most `bound`. On a device the host waits once."""
+    if ids.device.type == "cpu":
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        return UniqueIds(unique, inverse), int((unique <= bound).sum())
+    ordered, order = ids.sort()
+    number = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))[: len(ordered)]
+    unique = torch.empty_like(ordered).scatter_(0, number, ordered)  # equal values at equal places
+    inverse = torch.empty_like(order).scatter_(0, order, number)
+    before = F.pad(number + 1, (1, 0))
+    smaller = before.index_select(0, (ordered <= bound).sum().view(1))
+    count, small = torch.cat([before[-1:], smaller]).tolist()  # the host waits
+    return UniqueIds(unique[:count], inverse), small
+
+
 def deduplicate_tables(ids: Sequence[Tensor], *, rows: Sequence[int | None]) -> list[UniqueIds]:
     """Return the unique ids of several tables with so many rows; None: any ids.
 

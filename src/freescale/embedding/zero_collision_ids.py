@@ -154,9 +154,11 @@ class DynamicIds:
             places, steps = self.candidates.count(ids[absent], now)
             is_admitted = steps >= self.admit_after
             places, admitted = places[is_admitted], absent[is_admitted]
+        if not len(admitted):  # on a device the host would wait for the sizes of nothing
+            return Assignment(rows, admitted, admitted, len(absent), 0)
         inserted, evicted = self._slots.insert(ids[admitted], now, self.policy)
         rows[admitted] = inserted
-        has_slot = self.is_slot(inserted)
+        has_slot = self.is_slot(inserted).nonzero()[:, 0]  # the host waits once
         new = admitted[has_slot]
         if self.candidates is not None and places is not None:
             self.candidates.remove(places[has_slot])

@@ -32,12 +32,13 @@ class BucketLayout(NamedTuple):
     """Per bucket."""
 
     @staticmethod
-    def of(slots: int) -> "BucketLayout":
-        """Return the layout of a new table with at least so many slots."""
+    def of(slots: int, *, buckets: int | None = None) -> "BucketLayout":
+        """Return the layout of a table with at least so many slots. `buckets`: those that it was created with."""
         if slots < 1:
             raise ConfigError(f"a table of {slots} slots cannot hold an id", remedy="give it at least one slot")
-        fit = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, slots // _SLOTS_PER_BUCKET))
-        buckets = 1 << (fit.bit_length() - 1)
+        if buckets is None:
+            fit = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, slots // _SLOTS_PER_BUCKET))
+            buckets = 1 << (fit.bit_length() - 1)
         return BucketLayout(buckets, -(-slots // buckets))
 
     @property

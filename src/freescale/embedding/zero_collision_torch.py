@@ -28,16 +28,19 @@ class TorchSlots:
 
         With a step, note that it uses the others.
         """
-        if self._layout.is_foreign(ids, self._owned).any():
-            raise self._layout.foreign_ids(ids, self._owned)
+        is_foreign = self._layout.is_foreign(ids, self._owned)
         rows = torch.empty_like(ids)
         for part, row in zip(ids.split(_CHUNK), rows.split(_CHUNK), strict=True):
             window, shared = self._windows(part)
-            row.copy_(_at_first(self._ids[window] == part[:, None], window, shared))
-        found = self._ids[rows] == ids
+            valid = window.clamp(0, len(self._ids) - 1)  # a foreign id has no window here
+            row.copy_(_at_first(self._ids[valid] == part[:, None], window, shared))
+        found = self._ids[rows.clamp(0, len(self._ids) - 1)] == ids
+        absent, foreign = _places(found.logical_not(), is_foreign)
+        if foreign:
+            raise self._layout.foreign_ids(ids, self._owned)
         if now is not None:
             self._note_uses(rows, found, now)
-        return rows + self._offset, found.logical_not().nonzero()[:, 0]
+        return rows + self._offset, absent
 
     def insert(self, ids: Tensor, now: StepTime, policy: EvictionPolicy) -> tuple[Tensor, Tensor]:
         """Give slots to ascending ids that have none; return their rows, and the ids that had them (or EMPTY)."""
@@ -95,7 +98,8 @@ class TorchSlots:
         bucket, order = self._layout.bucket_of(ids).sort(stable=True)
         ordinal = torch.arange(len(ids), device=ids.device) - torch.searchsorted(bucket, bucket)
         by_round = ordinal.argsort(stable=True)
-        yield from order[by_round].split(ordinal.bincount().tolist())
+        sizes = torch.zeros_like(ordinal).scatter_add_(0, ordinal, torch.ones_like(ordinal))
+        yield from order[by_round].split([size for size in sizes.tolist() if size])  # the host waits once
 
     def _is_best(self, window: Tensor, now: StepTime, policy: EvictionPolicy) -> Tensor:
         """Return which slots of a window are the best for a new id. Free ones are better than all others."""
@@ -116,6 +120,13 @@ class TorchSlots:
             key = self._time[window].to(torch.int64)
             evictable &= now.time - key > policy.ttl
         return torch.where(evictable, key, _NEVER)
+
+
+def _places(marks: Tensor, faults: Tensor) -> tuple[Tensor, int]:
+    """Return the places of marks, and the number of faults. The host waits once."""
+    count, faulty = torch.stack([marks.sum(), faults.sum()]).tolist()
+    order = torch.where(marks, 0, 1).argsort(stable=True)
+    return order[:count], faulty
 
 
 def _at_first(marks: Tensor, values: Tensor, otherwise: Tensor) -> Tensor:

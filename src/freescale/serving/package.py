@@ -26,7 +26,7 @@ from torch import Tensor
 from freescale.checkpoint import export
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
-from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout
+from freescale.embedding.zero_collision_layout import EMPTY
 from freescale.errors import UsageError
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
@@ -65,6 +65,8 @@ def write_package(trained: TrainedModel, target: Path, format: Format) -> list[s
             files += ["items.npy", "item_ids.npy", "items.parquet"]
         shutil.copyfile(Path(__file__).with_name("serve.py"), folder / "serve.py")
         facts = _facts(trained.config, programs) | {"format": format, "step": trained.step}
+        sharded = trained.sharded.tables.tables if trained.sharded.tables is not None else []
+        facts["dynamic"] = {t.name: [t.layout.buckets, t.layout.slots] for t in sharded if t.layout is not None}
         facts["tokens"] = [served.prefix, served.per_event]
         facts["files"] = {name: export.describe(folder / name) for name in files}
         _write_facts(facts, folder)
@@ -136,7 +138,6 @@ def _write_items(trained: TrainedModel, rows: Tensor, ids: Tensor | None, folder
 def _facts(config: RunConfig, programs: Mapping[str, Program]) -> dict[str, Any]:
     """Return the description of the columns of a request, and of what made the programs."""
     items, most = Loader.from_run(config).vocabulary, config.data.max_history
-    dynamic = {name: BucketLayout.of(feature.rows) for name, feature in config.dynamic_tables.items()}
     return {
         "task": config.task.kind,
         "labels": list(config.task.labels),
@@ -145,7 +146,6 @@ def _facts(config: RunConfig, programs: Mapping[str, Program]) -> dict[str, Any]
             name: {key: describe(column, items, max_history=most) for key, column in program.columns.items()}
             for name, program in programs.items()
         },
-        "dynamic": {name: [layout.buckets, layout.slots] for name, layout in dynamic.items()},
         "made_with": {
             "torch": str(torch.__version__),
             "machine": platform.machine(),

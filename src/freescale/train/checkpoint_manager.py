@@ -260,6 +260,7 @@ class CheckpointManager:
 
     def _facts(self) -> dict[str, object]:
         components, progress = self._components, self._progress
+        tables = components.tables.tables if components.tables is not None else []
         return {
             "cursor": progress.cursor,
             "left_out": sorted(progress.excluded),
@@ -269,5 +270,6 @@ class CheckpointManager:
             "interval": self._interval.state_dict(),
             "balance": components.planner.state_dict() if components.planner is not None else None,
             "data": asdict(components.data),
+            "buckets": {t.name: t.layout.buckets for t in tables if t.layout is not None},
             "config": to_toml(components.config),
         }

@@ -184,11 +184,29 @@ def start_rows(run: RunMetrics, *, named: bool = False) -> list[list[str]]:
 
 def _charts_of_one(run: RunMetrics) -> Iterator[str]:
     axis, trained = _step_axis([run], [_GREY]), _of_kind(run, "train")
-    for chart in _CHARTS:
+    for chart in (*_CHARTS, *_dynamic_charts([run])):
         series = [_series(label, trained, name) for name, label in chart.names.items()]
         yield from _draw(chart, series, axis)
         if chart.names.keys() == {"loss"}:
             yield from _evaluation_charts(run, axis)
+
+
+def _dynamic_charts(runs: Sequence[RunMetrics]) -> Iterator[_Chart]:
+    """Yield the charts of each table with dynamic ids. Entries count what happened since the one before."""
+    names = dict.fromkeys(name for run in runs for entry in _of_kind(run, "train") for name in entry)
+    for load in [name for name in names if name.startswith("ids/") and name.endswith("/load")]:
+        prefix = load.removesuffix("load")
+        table = prefix.removeprefix("ids/").removesuffix("/")
+        yield _Chart(f"Slots of table {table} in use", {load: "of all slots"}, percent=True)
+        yield _Chart(
+            f"Dynamic ids of table {table}, by interval",
+            {
+                f"{prefix}new": "new",
+                f"{prefix}evicted": "evicted",
+                f"{prefix}waiting": "shared row: not admitted yet",
+                f"{prefix}without_slot": "shared row: no slot",
+            },
+        )
 
 
 def _evaluation_charts(run: RunMetrics, axis: _StepAxis) -> Iterator[str]:
@@ -207,7 +225,7 @@ def _charts_of_several(runs: Sequence[RunMetrics]) -> Iterator[str]:
     colours = list(page.assign_colours([str(place) for place in range(len(runs))]).values())
     axis = _step_axis(runs, colours)
     metrics = list(dict.fromkeys(name for run in runs for name in _metrics(run)))
-    for chart in _CHARTS:
+    for chart in (*_CHARTS, *_dynamic_charts(runs)):
         for name, label in chart.names.items():
             title = chart.title if len(chart.names) == 1 else f"{chart.title}: {label}"
             series = [_series(run.name, _of_kind(run, "train"), name) for run in runs]

@@ -108,15 +108,20 @@ class ShardedModel:
 
 
 def build_sharded_model(
-    config: RunConfig, world: World, model: Model, transport: Transport | None = None
+    config: RunConfig,
+    world: World,
+    model: Model,
+    transport: Transport | None = None,
+    *,
+    buckets: Mapping[str, int] | None = None,
 ) -> ShardedModel:
     """Attach embedding tables to the model and move both to this rank's device.
 
-    `transport`: moves embedding rows; the world's transport by default.
+    `transport`: moves embedding rows; the world's transport by default. `buckets`: see `model_tables`.
     """
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
     torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
-    tables = model_tables(config, model)
+    tables = model_tables(config, model, buckets)
     if config.tables.placement == "replicated":
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
         module = SequenceModule(model, replicated=replicated).to(world.device, dtype)
@@ -126,11 +131,11 @@ def build_sharded_model(
     return ShardedModel(module, sharded, describe_sharded_tables(sharded, world.world_size))
 
 
-def model_tables(config: RunConfig, model: Model) -> list[Table]:
-    """Return the tables that a model needs."""
-    found = []
+def model_tables(config: RunConfig, model: Model, buckets: Mapping[str, int] | None = None) -> list[Table]:
+    """Return the tables that a model needs. `buckets`: of dynamic tables that were created in an earlier start."""
+    found, buckets = [], buckets or {}
     for name, (rows, dim) in model.tables.items():
-        layout = BucketLayout.of(rows) if name in config.dynamic_tables else None
+        layout = BucketLayout.of(rows, buckets=buckets.get(name)) if name in config.dynamic_tables else None
         sampled = name == "item" and config.samples_slots
         found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout, sampled))
     return found

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from freescale import config as configs
 from freescale.checkpoint import checkpoints
 from freescale.checkpoint.run_folder import require_complete
-from freescale.checkpoint.tensor_files import LocalRows
-from freescale.config import FeatureConfig
+from freescale.checkpoint.tensor_files import LocalRows, stored_rows
 from freescale.embedding.row_order import RowOrder
 from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout, SlotArrays, event_time
 from freescale.errors import UsageError
@@ -17,16 +15,18 @@ _SHOWN = 5
 
 def summarize_tables(run: Path) -> dict[str, Any]:
     """Return the step of the newest checkpoint of a run, and a summary of each table with dynamic ids."""
-    dynamic, newest = configs.load_run(run).dynamic_tables, require_complete(run)
+    newest = require_complete(run)
+    facts = checkpoints.read_facts(newest)
+    dynamic = facts.get("buckets", {})
     if not dynamic:
         remedy = 'set ids = "dynamic" in a [features.NAME] table, and train anew'
         raise UsageError("this run has no table with dynamic ids", where=str(run), remedy=remedy)
-    step = int(checkpoints.read_facts(newest)["step"])
-    return {"step": step, "tables": {name: _summarize(newest, name, f, step) for name, f in dynamic.items()}}
+    return {"step": facts["step"], "tables": {name: _summarize(newest, name, facts) for name in dynamic}}
 
 
-def _summarize(checkpoint: Path, table: str, feature: FeatureConfig, step: int) -> dict[str, Any]:
-    layout = BucketLayout.of(feature.rows)
+def _summarize(checkpoint: Path, table: str, facts: dict[str, Any]) -> dict[str, Any]:
+    buckets, step = facts["buckets"][table], facts["step"]
+    layout = BucketLayout(buckets, stored_rows(checkpoint, facts["ranks"])[f"tables.{table}.ids"].rows // buckets - 1)
     slots = SlotArrays.empty(layout.buckets, layout.slots)
     rows = {n: LocalRows(a.view(-1), 0, RowOrder(layout.rows, shards=1)) for n, a in slots._asdict().items()}
     checkpoints.load(checkpoint, {f"tables.{table}.{name}": local for name, local in rows.items()})

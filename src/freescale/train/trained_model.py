@@ -58,11 +58,12 @@ def load_trained_model(run: Path, config: configs.RunConfig, world: World) -> Tr
     """Load the newest complete checkpoint of a run, whatever world size wrote it."""
     newest = require_complete(run)
     loader = Loader.from_run(config, rank=world.rank, world_size=world.world_size)
-    check_recorded_identity(checkpoints.read_facts(newest).get("data"), loader.identity, where=config.data.path)
+    facts = checkpoints.read_facts(newest)
+    check_recorded_identity(facts.get("data"), loader.identity, where=config.data.path)
     model = build_model(config, items=loader.vocabulary.rows, features=loader.features)
-    sharded = build_sharded_model(config, world, model)
+    sharded = build_sharded_model(config, world, model, buckets=facts.get("buckets"))
     tensors = checkpoints.model_tensors(sharded.module, sharded.tables, rank=world.rank, world_size=world.world_size)
-    facts = checkpoints.load(newest, tensors, sharded.tables)
+    checkpoints.load(newest, tensors, sharded.tables)
     return TrainedModel(config, world, sharded, loader.vocabulary.items, facts["step"])
 
 

@@ -4,13 +4,14 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from freescale import deterministic
-from freescale.config import RunConfig
+from freescale.config import FeatureConfig, RunConfig
 from freescale.data.loader import Loader
 from freescale.models import retrieval
 from freescale.train.build import build
@@ -29,6 +30,11 @@ _BATCH, _WHOLE_BATCHES = 24, 2
 
 def _retrieval(folder: Path, **changes: Any) -> RunConfig:
     return small(folder / "plain", **changes)
+
+
+def _retrieval_dynamic(folder: Path, **changes: Any) -> RunConfig:
+    item = FeatureConfig(ids="dynamic", rows=64, eviction="lru")
+    return replace(small(folder / "plain", **changes), features={"item": item})
 
 
 def _ranking(folder: Path, **changes: Any) -> RunConfig:
@@ -50,6 +56,7 @@ def _retrieval_features(folder: Path, **changes: Any) -> RunConfig:
 VARIANTS: dict[str, tuple[Callable[..., RunConfig], int]] = {
     "retrieval": (_retrieval, 1),
     "retrieval-2x": (_retrieval, 2),
+    "retrieval-dynamic": (_retrieval_dynamic, 1),
     "retrieval-features": (_retrieval_features, 1),
     "ranking": (_ranking, 1),
     "ranking-features": (_ranking_features, 1),
