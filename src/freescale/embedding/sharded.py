@@ -18,6 +18,7 @@ from freescale.embedding.dynamic_tables import DynamicTables
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.tables import Table, by_dim, join
+from freescale.kernel_selection import uses_kernels
 from freescale.log import warning_once
 from freescale.transport.base import Transport
 from freescale.transport.world import World
@@ -90,10 +91,16 @@ class PlainShard:
         return lr / sums.index_select(0, rows).sqrt_().add_(self._config.eps)
 
     def _update_on_device(self, joint: "JointRows", rows: Tensor, gradient: Tensor, lr: float) -> None:
-        """Update rows without knowing how many are distinct: the entries of a row all write the same values.
+        """Update rows without knowing how many are distinct, by a kernel if there is Triton.
 
-        The arithmetic and its order are those of the CPU.
+        Torch operators let all entries of a row write the same values. Their arithmetic and its order are the CPU's.
         """
+        if uses_kernels(rows, "row update"):
+            from freescale.embedding.row_update import update_rows
+
+            options = {"eps": self._config.eps, "optimizer": self._config.optimizer}
+            update_rows(joint.weights, joint.sums, rows, gradient, lr=lr, **options)  # type: ignore[arg-type]
+            return
         rows, total = deterministic.sum_by_key(rows, gradient)
         rate: Tensor | float = lr
         if joint.sums is not None:
