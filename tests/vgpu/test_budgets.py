@@ -61,7 +61,7 @@ WAITS: list[tuple[str, str, Callable[[Tensor], object]]] = [
     ("freescale.embedding.exchange.EmbeddingExchange", "send_rows", lambda x: x.cpu()),
     ("freescale.embedding.exchange.EmbeddingExchange", "send_ids", _synchronize),
     ("freescale.embedding.exchange.AllToAllPlan", "by_owner", _synchronize_event),
-    ("freescale.embedding.sharded.deterministic", "sum_by_key", lambda x: x.unique()),
+    ("freescale.embedding.row_update", "update_rows", lambda x: x.unique()),
     ("freescale.train.step", "withhold_nonfinite", lambda x: torch.tensor([1.0], device=x.device)),
     ("freescale.train.step.Step", "_gradient_sync", lambda x: x.long().view(1).repeat_interleave(x.long().view(1))),
     ("torch.nn.utils", "get_total_norm", lambda x: torch.equal(x, x)),

@@ -59,5 +59,6 @@ def update_sorted_rows(
     count, (rate_bits,) = len(gradients), struct.unpack("<q", struct.pack("<d", lr))
     if count:
         options: dict[str, Any] = launch_options(optimizer, dim=weights.shape[1], eps=eps)
-        tensors = weights, weights if sums is None else sums, *ordered, gradients
-        row_update_kernel.update_rows[(count,)](*tensors, count, rate_bits, **options)
+        of_rows = ordered.rows, ordered.order, gradients
+        state = weights if sums is None else sums
+        row_update_kernel.update_rows[(count,)](weights, state, *of_rows, count, rate_bits, **options)

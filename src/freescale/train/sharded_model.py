@@ -16,7 +16,7 @@ from freescale.data.feature_schema import Feature, measure_numbers
 from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate_tables
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
-from freescale.embedding.tables import ReplicatedTables, Table
+from freescale.embedding.tables import ReplicatedTables, Table, by_dim
 from freescale.embedding.zero_collision_layout import BucketLayout
 from freescale.models.protocol import Model, Rows
 from freescale.models.ranking import Ranking
@@ -127,13 +127,13 @@ def build_sharded_model(
 
 
 def model_tables(config: RunConfig, model: Model) -> list[Table]:
-    """Return the tables that a model needs."""
+    """Return the tables that a model needs. Those of one width are neighbours, to be read and sent together."""
     found = []
     for name, (rows, dim) in model.tables.items():
         layout = BucketLayout.of(rows) if name in config.dynamic_tables else None
         sampled = name == "item" and config.samples_slots
         found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout, sampled))
-    return found
+    return [table for group in by_dim(found) for table in group]
 
 
 def build_model(config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> Model:
