@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 
 import record
 from freescale.data import synthetic
+from freescale.embedding import row_update, row_update_kernel
 from freescale.models import fused_kernels, fused_launch
 from freescale.models.attention import triton_kernels
 from freescale.models.attention.tiles import KERNELS, Operands, Tile, TileKey, table_tile
@@ -58,12 +59,12 @@ H100_PROCESSORS = 132
 SHARED_KIB = {80: 164, 90: 228, 100: 228}
 """Shared memory of a processor, from NVIDIA's CUDA C programming guide, as the three limits of `occupancy`."""
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma\b", "mma": r"\bmma\.sync"}
-FUSED_KERNELS = ("dropout", "token_losses", "row_gradients")
+FUSED_KERNELS = ("dropout", "token_losses", "row_gradients", "update_rows")
 NEGATIVES = 128
 """Of the sampled softmax, as by default."""
 _FUSED = {
-    "fp32": ("rows", "loss", "scores", "log_total", "error", "weight", "gradient", "d_rows"),
-    "i64": ("token_keys", "positive", "negatives", "order", "offsets"),
+    "fp32": ("rows", "loss", "scores", "log_total", "error", "weight", "gradient", "d_rows", "weights", "sums"),
+    "i64": ("token_keys", "positive", "negatives", "order", "offsets", "ordered"),
     "i32": ("sampled",),
 }
 """Types of pointers; those of outputs and of their gradients vary."""
@@ -151,14 +152,17 @@ def resources(found: Any, said: str, arch: int, warps: int) -> dict[str, object]
 
 
 def fused_usage(name: str, dtype: str, dim: int, arch: int) -> dict[str, object]:
-    """Return what a kernel of keyed randomness or of the sampled softmax takes on a GPU."""
-    kernel, pointers = getattr(fused_kernels, name), {n: f"*{kind}" for kind, names in _FUSED.items() for n in names}
+    """Return what a kernel of keyed randomness, of the sampled softmax or of the row update takes on a GPU."""
+    kernel = getattr(row_update_kernel if name == "update_rows" else fused_kernels, name)
+    pointers = {n: f"*{kind}" for kind, names in _FUSED.items() for n in names}
     options: dict[str, Any] = {"WIDTH": dim, "WORDS": fused_launch.DROPOUT_WORDS, "BLOCK": fused_launch.HASH_BLOCK}
     options["num_warps"] = fused_launch.DROPOUT_WARPS
     if name in ("token_losses", "row_gradients"):
         options = {**fused_launch.launch_options(name, dim=dim, negatives=NEGATIVES), "INVERSE_TEMPERATURE": 20.0}
+    if name == "update_rows":
+        options = row_update.launch_options("rowwise_adagrad", dim=dim, eps=1e-8)
     constants = {argument: options[argument] for argument in kernel.arg_names if argument in options}
-    numbers = dict.fromkeys(("count", "words", "salt", "threshold"), "i32")
+    numbers = dict.fromkeys(("count", "words", "salt", "threshold"), "i32") | {"rate_bits": "i64"}
     signature = {
         argument: "constexpr" if argument in constants else numbers.get(argument) or pointers.get(argument, f"*{dtype}")
         for argument in kernel.arg_names
@@ -166,8 +170,8 @@ def fused_usage(name: str, dtype: str, dim: int, arch: int) -> dict[str, object]
     at = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
     aligned = {at[a]: [["tt.divisibility", 16]] for a, kind in signature.items() if kind.startswith("*")}
     source = ASTSource(kernel, signature, {at[a]: value for a, value in constants.items()}, aligned)
-    warps = options["num_warps"]
-    found = resources(*compile_for(source, arch, {"num_warps": warps}), arch, warps)
+    launch = {option: value for option, value in options.items() if option.islower()}
+    found = resources(*compile_for(source, arch, launch), arch, options["num_warps"])
     return {"kernel": name, "arch": f"sm_{arch}", "type": dtype, "width": dim, **found}
 
 
@@ -287,7 +291,8 @@ def main() -> None:
         results += [usage(config, arch) for config in configs]
         results += [usage(configs[0], arch, join=True)]
     fused = [("splitmix64", "i64", 1)]
-    fused += [(name, dtype, dim) for dim in options.widths for dtype in ("bf16", "fp32") for name in FUSED_KERNELS]
+    types = {name: ("fp32",) if name == "update_rows" else ("bf16", "fp32") for name in FUSED_KERNELS}
+    fused += [(name, dtype, dim) for dim in options.widths for name in FUSED_KERNELS for dtype in types[name]]
     results += [fused_usage(*kernel, arch) for kernel in fused for arch in options.archs]
     for result in results:
         print(json.dumps(result), flush=True)

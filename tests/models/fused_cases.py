@@ -75,6 +75,44 @@ def dropout_by_kernel(x: Tensor, p: float) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*results, strict=True))
 
 
+class RowUpdate(NamedTuple):
+    """Gradients of some rows of a table, several of them for some rows, with the state of the optimizer."""
+
+    weights: Tensor
+    sums: Tensor | None
+    rows: Tensor
+    gradients: Tensor
+    optimizer: str
+
+    @staticmethod
+    def random(dim: int, dtype: torch.dtype, optimizer: str) -> "RowUpdate":
+        generator = torch.Generator().manual_seed(dim)
+        weights, gradients = (torch.randn(n, dim, generator=generator, dtype=torch.float64).to(dtype) for n in (9, 12))
+        width = {"sgd": None, "rowwise_adagrad": 1, "adagrad": dim}[optimizer]
+        sums = None if width is None else torch.rand(9, width, generator=generator, dtype=torch.float64).to(dtype)
+        return RowUpdate(weights, sums, torch.tensor([5, 0, 3, 5, 7, 5, 0, 8, 1, 8, 5, 2]), gradients, optimizer)
+
+    def run(self, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
+        """Return the updated weights and sums."""
+        from freescale.embedding import row_update
+        from tests.support.vgpu import fused_on_cpu
+
+        weights, sums = self.weights.clone(), None if self.sums is None else self.sums.clone()
+        options = {"lr": 0.3, "eps": 1e-8, "optimizer": self.optimizer}
+        if by_kernel:
+            row_update.update_rows(weights, sums, self.rows, self.gradients, **options)  # type: ignore[arg-type]
+        else:
+            ordered = row_update.SortedRows(*self.rows.sort(stable=True))
+            fused_on_cpu.update_sorted_rows(weights, sums, ordered, self.gradients, **options)  # type: ignore[arg-type]
+        return weights, torch.zeros(0) if sums is None else sums
+
+
+def rows_by_kernel(update: RowUpdate) -> list[tuple[Tensor, Tensor]]:
+    """Return weights and sums after an update, each by the kernel and by torch operators."""
+    torch.set_num_threads(1)
+    return list(zip(update.run(by_kernel=True), update.run(by_kernel=False), strict=True))
+
+
 class CountingKernel:
     """A kernel that counts its launches."""
 

@@ -1,4 +1,4 @@
-"""The fused kernels of the loss and of dropout equal torch operators. Triton's interpreter runs them on a CPU."""
+"""The fused kernels of the loss, dropout and row updates equal torch operators. Triton's interpreter runs them."""
 
 from concurrent.futures import ProcessPoolExecutor
 
@@ -8,11 +8,13 @@ import torch
 from freescale.hashing import splitmix64
 from tests.models.fused_cases import (
     LossProblem,
+    RowUpdate,
     differences_from_stand_ins,
     dropout_by_kernel,
     hashes_by_kernel,
     loss_by_kernels,
     relative_error,
+    rows_by_kernel,
 )
 from tests.support.vgpu import standins
 
@@ -84,6 +86,19 @@ def test_dropout_and_its_gradient_are_bitwise_those_of_torch_operators(
         assert result.dtype == dtype
         assert torch.equal(result, expected)
         assert 0 < result.count_nonzero() < result.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 50, 256])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+def test_a_row_update_is_that_of_torch_operators_and_bitwise_so_without_a_root(
+    interpreter: ProcessPoolExecutor, optimizer: str, dim: int, dtype: torch.dtype
+) -> None:
+    update = RowUpdate.random(dim, dtype, optimizer)
+    for result, expected in interpreter.submit(rows_by_kernel, update).result():
+        if optimizer == "sgd":
+            assert torch.equal(result, expected)
+        torch.testing.assert_close(result, expected, rtol=LIMITS[dtype] / 10, atol=LIMITS[dtype] / 10)
 
 
 def test_the_stand_ins_on_virtual_gpus_compute_what_the_kernels_do_and_count_their_launches(

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from freescale import config
 from freescale.bench.emulated import EmulatedModel, emulate_passes
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.records import read_samples
+from freescale.config.recipes import RECIPES
 from freescale.data.loader import Loader
 from freescale.train.build import build
 from freescale.train.sharded_model import SequenceModule, backward, build_model, data_parallel
@@ -73,10 +75,10 @@ def test_the_callback_after_local_gradients_does_not_wait_for_other_ranks(groups
 
 def train(world: World, log: Path, folder: Path) -> None:
     """Some steps with emulated compute, in which rank 1 is late."""
-    config = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
-    model = build_model(config, items=Loader(config.data, seed=0).vocabulary.rows)
+    run = small(log, train={"max_steps": 8, "epochs": 10}, tables={"overlap": "on"})
+    model = build_model(run, items=Loader(run.data, seed=0).vocabulary.rows)
     lane = EmulatedModel(model, lambda _: (0.0, BACKWARD + LATE * world.rank))
-    trainer = build(config, joined(world), folder, model=lane)
+    trainer = build(run, joined(world), folder, model=lane)
     trainer.fit()
     trainer.close()
 
@@ -93,3 +95,18 @@ def test_urgent_row_gradients_are_sent_before_dense_gradients_are_summed(
         ahead += [(max(dense) - begin) / 1e9 for begin in rows]
     assert len(ahead) >= 4
     assert min(ahead) > LATE / 2
+
+
+def allowed_tf32(world: World, log: Path, folder: Path, recipe: str) -> bool:
+    """Build a trainer with the precision that the TOML of a recipe states; return whether torch allows TF32."""
+    precision = config.parse(config.to_toml(RECIPES[recipe])).train
+    training = {"tf32": precision.tf32, "precision": precision.precision}
+    build(small(log, train=training), joined(world), folder / recipe, quiet=True).close()
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def test_a_recipe_for_gpus_allows_tf32_as_its_toml_says_and_others_do_not(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    for recipe, expected in {"hstu-large": True, "hstu-ml1m": False, "dlrm-v4": True, "tiny": False}.items():
+        assert groups[1].run(allowed_tf32, log, tmp_path, recipe) == [expected]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from freescale import deterministic
+from freescale.embedding import row_update
+from freescale.models import fused_launch
 from freescale.models.attention import triton_launch
 from freescale.train import selftest_report
 from freescale.train.selftest import CheckOutcome, Selftest
@@ -50,24 +51,29 @@ def _by_a_kernel(self: Any, rows: torch.Tensor, send: Any, receive: Any, *, name
     return _copied(self, rows * 1, send, receive, name=name)
 
 
-def _without_some(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = torch.from_numpy(_random.random(len(keys)) > 0.05).to(keys.device)
-    return _sum_by_key(keys, values * kept[:, None])
+def _without_some(weights: Any, sums: Any, rows: torch.Tensor, gradients: torch.Tensor, **options: Any) -> None:
+    kept = torch.from_numpy(_random.random(len(rows)) > 0.05).to(rows.device)
+    _update_rows(weights, sums, rows, gradients * kept[:, None], **options)
+
+
+def _without_the_first(x: torch.Tensor, keys: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.cat([x[:1], _dropout(x[1:], keys[1:], **options)])
 
 
 _random = np.random.default_rng(0)
 _all_gather, _staged_copy, _attention = C10d.all_gather, StreamCopier.copy, triton_launch.forward
-_copied, _sum_by_key = CopyEngine.all_to_all, deterministic.sum_by_key
+_copied, _update_rows, _dropout = CopyEngine.all_to_all, row_update.update_rows, fused_launch.dropout
 FAULTS = {
     "a collective that loses values": Fault(C10d, "all_gather", _own_value, {"collectives"}),
     "staged copies that end early": Fault(StreamCopier, "copy", _without_the_last_byte, {"transport host_staged"}),
     "all rows at the same place of a peer": Fault(Arena, "offset", _first_byte, {"transport copy_engine"}),
     "a kernel beside the copy engines": Fault(CopyEngine, "all_to_all", _by_a_kernel, {"copy engine"}),
     "attention that is off by a percent": Fault(triton_launch, "forward", _slightly_off, {"attention"}),
-    "additions that overwrite each other": Fault(deterministic, "sum_by_key", _without_some, {"repeatable"}),
+    "additions that overwrite each other": Fault(row_update, "update_rows", _without_some, {"repeatable"}),
+    "dropout that keeps the first token": Fault(fused_launch, "dropout", _without_the_first, {"fused kernels"}),
 }
-WITHOUT_TRAINING = "[acdt]*"
-"""Device, collectives, transports, attention and copy engine."""
+WITHOUT_TRAINING = "[acdft]*"
+"""Device, collectives, transports, attention, fused kernels and copy engine."""
 
 
 def checked(world: World, folder: str, only: str, fault: str = "") -> list[CheckOutcome]:

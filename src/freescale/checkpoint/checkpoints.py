@@ -10,7 +10,7 @@ All ranks must see the folder. `tensor_files` defines the files of one rank.
 import contextlib
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,7 @@ class CheckpointWriter:
         `facts`: what a resumed run needs beside the tensors.
         """
         assert self._saving is None
-        replicated = [name for name, rows in tensors.items() if rows.replicated]
-        of_others = set(replicated) - set(replicated[self._rank :: self._world_size])
-        own = tensor_files.copy_to_host({name: rows for name, rows in tensors.items() if name not in of_others})
+        own = tensor_files.take_snapshot(own_tensors(tensors, rank=self._rank, world_size=self._world_size))
         all_facts = {"format": _FORMAT, "step": step, "ranks": self._world_size, **facts}
         self._saving = self._thread.submit(self._write, checkpoint_path(self.folder, step), own, all_facts)
 
@@ -124,8 +122,9 @@ class CheckpointWriter:
         finally:
             self._thread.shutdown()
 
-    def _write(self, final: Path, own: Mapping[str, LocalRows], facts: Mapping[str, Any]) -> None:
+    def _write(self, final: Path, snapshot: Callable[[], dict[str, LocalRows]], facts: Mapping[str, Any]) -> None:
         """Write this rank's tensor_files. After all ranks have, rank 0 renames the folder."""
+        own = snapshot()
         writing = final.with_name(f"{final.name}-{self._mark:x}{_WRITING}")
         with self._raise_on_all_ranks("its part", final):
             writing.mkdir(parents=True, exist_ok=True)
@@ -156,6 +155,13 @@ class CheckpointWriter:
         where = reason(refused) if refused is not None else f"see the message of rank {failed[0]}"
         remedy = "check that the folder exists on all hosts and has space; earlier checkpoints are intact"
         raise CheckpointError(message, where=where, remedy=remedy) from refused
+
+
+def own_tensors(tensors: Mapping[str, LocalRows], *, rank: int, world_size: int) -> dict[str, LocalRows]:
+    """Return the tensors that this rank saves: its rows, and its share of the replicated tensors."""
+    replicated = [name for name, rows in tensors.items() if rows.replicated]
+    of_others = set(replicated) - set(replicated[rank::world_size])
+    return {name: rows for name, rows in tensors.items() if name not in of_others}
 
 
 def model_tensors(

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.errors import ConfigError, FreeScaleError, reason
+from freescale.log import warning_once
 
 _CHUNK_BYTES = 1 << 24
 _PINNED_BYTES = 1 << 26
@@ -67,6 +68,43 @@ class LocalRows:
     def whole(tensor: Tensor, *, replicated: bool) -> "LocalRows":
         """Wrap a tensor of which this rank holds all rows."""
         return LocalRows(tensor, 0, RowOrder(len(_as_rows(tensor)), shards=1), replicated)
+
+
+def take_snapshot(tensors: Mapping[str, LocalRows]) -> Callable[[], dict[str, LocalRows]]:
+    """Copy tensors as they are now. The returned function returns the copies on the host; any thread may call it.
+
+    Tensors of a device are copied there first, and to the host by that function, on a stream of its own: so neither
+    this thread nor the next step waits. Without device memory for that, this thread copies them to the host.
+    """
+    own = {name: rows for name, rows in tensors.items() if rows.local.device.type != "cpu"}
+    device, size = next((rows.local.device for rows in own.values()), None), snapshot_bytes(own)
+    if device is not None and size > torch.get_device_module(device).mem_get_info(device)[0]:
+        what = f"checkpoints: the device has no {size / 1e9:,.2f} GB for a second copy of the state"
+        warning_once(f"{what}; steps wait while it is copied to the host")
+        device = None
+    if device is None:
+        copies = copy_to_host(tensors)
+        return lambda: copies
+    on_host = copy_to_host({name: rows for name, rows in tensors.items() if name not in own})
+    clones = {name: replace(rows, local=rows.local.detach().clone()) for name, rows in own.items()}
+    cloned = torch.accelerator.current_stream(device).record_event()
+
+    def to_host() -> dict[str, LocalRows]:
+        side = torch.Stream(device)
+        side.wait_event(cloned)
+        with side:
+            for rows in clones.values():
+                rows.local.record_stream(side)
+            copied = on_host | copy_to_host(clones)
+        clones.clear()
+        return {name: copied[name] for name in tensors}
+
+    return to_host
+
+
+def snapshot_bytes(tensors: Mapping[str, LocalRows]) -> int:
+    """Return the bytes of tensors on a device: a snapshot takes as many more there until it is on the host."""
+    return sum(rows.local.nbytes for rows in tensors.values() if rows.local.device.type != "cpu")
 
 
 def copy_to_host(tensors: Mapping[str, LocalRows]) -> dict[str, LocalRows]:

@@ -5,14 +5,15 @@ the data of a table holds the ranks in order. Indices of all tables are one tens
 once per batch for the numbers of ids, and once for those of shared ids.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.ids import SharedIds, UniqueIds, pack, packed_sizes, partition, spread, unpack
-from freescale.embedding.tables import RowKeys, Table, by_dim
+from freescale.embedding.tables import RowKeys, Table, as_one, by_dim, join
 from freescale.transport.base import Transport
 
 Counts = list[list[int]]
@@ -30,11 +31,15 @@ class AllToAllPlan(NamedTuple):
     rows: Tensor
     """The local rows that ranks request, numbered as in the shard: by table, then by rank."""
     places: Tensor
-    """The unique id of each row that this rank requests, numbered per table: by table, then by owner."""
+    """The unique id of each row that this rank requests, by table, then by owner.
+
+    Ids are numbered over each run, which is consecutive tables of one width: `first_places` of each table.
+    """
     keys: Tensor
     """`rows`, numbered over all tables. None of a subset."""
     largest: list[int]
     """By table: no rank requests more rows of another one. The same on all ranks."""
+    first_places: list[int]
     is_ascending: bool = False
     """Whether all unique ids are requested, and the owners have them in ascending order."""
     latest: int = 0
@@ -55,12 +60,19 @@ class AllToAllPlan(NamedTuple):
     @property
     def index_by_table(self) -> dict[str, Tensor]:
         """Per table, the unique id of each row that this rank requests, by owner."""
+        places = self._places
+        pairs = zip(places.items(), self.first_places, strict=True)
+        return {name: of_table - first if first else of_table for (name, of_table), first in pairs}
+
+    @property
+    def _places(self) -> dict[str, Tensor]:
         return dict(zip(self.tables, self.places.split(_by_table_sizes(self.requested)), strict=True))
 
     def empty(self) -> "AllToAllPlan":
         """Return a plan of the same tables and ranks without rows."""
         none, no_rows = [[0] * len(counts) for counts in self.requested], self.rows[:0]
-        return AllToAllPlan(self.tables, none, none, no_rows, no_rows, no_rows, [0] * len(self.tables))
+        zeros = [0] * len(self.tables)
+        return AllToAllPlan(self.tables, none, none, no_rows, no_rows, no_rows, zeros, self.first_places)
 
     def in_order_of_ids(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all requested rows, which are by owner, in the ascending order of the unique ids."""
@@ -73,8 +85,20 @@ class AllToAllPlan(NamedTuple):
         """Return the values of the rows that this rank requests, by owner. `values`: of all unique ids."""
         if self.is_ascending:
             return dict(values)
-        index = self.index_by_table
-        return {name: of_ids.index_select(0, index[name]) for name, of_ids in values.items()}
+        places, owned = self._places, dict[str, Tensor]()
+        for run in runs(self.tables, values):
+            index = [places[name] for name in run]
+            found = join([values[name] for name in run]).index_select(0, join(index))
+            owned |= zip(run, found.split([len(of_table) for of_table in index]), strict=True)
+        return owned
+
+    def scatter(self, received: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+        """Write received rows, which are by owner, to `rows` of all unique ids. Those of a run are one allocation."""
+        places = self._places
+        for run in runs(self.tables, rows):
+            whole = as_one([rows[name] for name in run])
+            assert whole is not None, "rows of one width are one allocation"
+            whole[join([places[name] for name in run])] = join([received[name] for name in run])
 
 
 class SplitPlan(NamedTuple):
@@ -123,15 +147,16 @@ class EmbeddingExchange:
         keys, places = sorted_ids.sent, sorted_ids.places
         counts, received = self._send_counts(self._keys.count(sorted_ids.keys), exhausted=exhausted, time=time)
         if ended := tuple(rank for rank, (*_, flag, _) in enumerate(received) if flag):
-            return AllToAllPlan([], [], [], keys[:0], keys[:0], keys[:0], [], exhausted=ended)
+            return AllToAllPlan([], [], [], keys[:0], keys[:0], keys[:0], [], [], exhausted=ended)
         served = [of_rank[: len(names)] for of_rank in received]
         *largest, _, latest = [max(column) for column in zip(*received, strict=True)][len(names) :]
         by_table = keys.split(_by_table_sizes(counts))
         keys = self._start_transfer(by_table, counts, served, most=sum(largest), name="ids")()
         rows = keys - spread(self._shift, _by_table_sizes(served), keys.device)
-        return AllToAllPlan(
-            names, counts, served, rows, places, keys, largest, is_ascending=self._keys.is_ascending, latest=latest
-        )
+        first_places = self._keys.first_places([len(requested[name].unique) for name in names])
+        numbers = rows, places, keys, largest, first_places
+        ascending = self._keys.is_ascending
+        return AllToAllPlan(names, counts, served, *numbers, is_ascending=ascending, latest=latest)
 
     def _send_counts(self, counts: Tensor, *, exhausted: bool, time: int) -> tuple[Counts, Counts]:
         """Send each rank the number of its rows, the largest such numbers of this rank, its latest time, and whether
@@ -210,7 +235,15 @@ def _subsets(plans: Sequence[AllToAllPlan], counts: Sequence[int], values: Tenso
     requested_1, requested_2, served_1, served_2 = values.split([sum(part) for part in parts])
     by_rank = [[list(part[rank::ranks]) for rank in range(ranks)] for part in parts]
     kept = (by_rank[0], by_rank[2], served_1, requested_1), (by_rank[1], by_rank[3], served_2, requested_2)
-    return [AllToAllPlan(names, *own, values[:0], plan.largest) for plan, own in zip(plans, kept, strict=True)]
+    return [
+        AllToAllPlan(names, *own, values[:0], plan.largest, plan.first_places)
+        for plan, own in zip(plans, kept, strict=True)
+    ]
+
+
+def runs(tables: Iterable[str], values: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of consecutive tables of one width."""
+    return [list(run) for _, run in groupby(tables, lambda name: values[name].shape[1])]
 
 
 def _join_counts(these: Counts, those: Counts) -> Counts:

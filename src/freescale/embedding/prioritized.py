@@ -14,9 +14,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from freescale.embedding.exchange import AllToAllPlan, SplitPlan
+from freescale.embedding.exchange import AllToAllPlan, SplitPlan, runs
 from freescale.embedding.ids import SharedIds, UniqueIds, is_in, split
 from freescale.embedding.sharded import ShardedTables
+from freescale.embedding.tables import join
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -85,6 +86,17 @@ class EmbeddingContext:
         """Gradients of all received rows."""
         rows = require(self.rows)
         return {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in rows.items()}
+
+    def join_gradients(self) -> list[Tensor]:
+        """Let the row gradients of consecutive tables of one width follow each other in memory; return each run."""
+        if self.rows is None:
+            return []
+        gradients, joint = self.row_gradients, []
+        for run in runs(gradients, gradients):
+            joint.append(join([gradients[name] for name in run]))
+            for name, part in zip(run, joint[-1].split([len(gradients[name]) for name in run]), strict=True):
+                self.rows[name].grad = part
+        return joint
 
 
 class RowOperations:
@@ -158,7 +170,7 @@ class RowOperations:
         """Send them, overlapped with compute."""
         plan = require(context.fetch_split).exclusive
         got = self._tables.exchanges[lane].send_rows(plan, _take(context.looked_up_rows)).wait()
-        _scatter_rows(require(context.rows), got, plan.index_by_table)
+        plan.scatter(got, require(context.rows))
 
     def look_up_collision(self, context: EmbeddingContext, _: str) -> None:
         """Read the rows that the previous batch has just updated."""
@@ -168,7 +180,7 @@ class RowOperations:
         """Start to send them; the next step waits for them."""
         plan = require(context.fetch_split).shared
         coming = self._tables.exchanges[lane].send_rows(plan, _take(context.collision_rows))
-        return lambda: _scatter_rows(require(context.rows), coming.wait(), plan.index_by_table)
+        return lambda: plan.scatter(coming.wait(), require(context.rows))
 
     def send_urgent_gradients(self, context: EmbeddingContext, lane: str) -> Callable[[], None] | None:
         """Start to send the gradients of rows that the next batch reads."""
@@ -247,12 +259,6 @@ def _record_stream(values: dict[str, Tensor]) -> dict[str, Tensor]:
         if value.device.type != "cpu":
             value.record_stream(torch.accelerator.current_stream(value.device))
     return values
-
-
-def _scatter_rows(rows: dict[str, Tensor], some: Mapping[str, Tensor], index: Mapping[str, Tensor]) -> None:
-    """Write received rows to their positions among the unique ids of the batch."""
-    for name, values in some.items():
-        rows[name][index[name]] = values
 
 
 def _first_places(values: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from freescale.config import RunConfig, TablesConfig
 from freescale.embedding.dynamic_tables import DynamicTables
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
-from freescale.embedding.tables import Table, by_dim, join
+from freescale.embedding.tables import Table, by_dim, follows, join
+from freescale.kernel_selection import uses_kernels
 from freescale.log import warning_once
 from freescale.transport.base import Transport
 from freescale.transport.world import World
@@ -90,10 +91,16 @@ class PlainShard:
         return lr / sums.index_select(0, rows).sqrt_().add_(self._config.eps)
 
     def _update_on_device(self, joint: "JointRows", rows: Tensor, gradient: Tensor, lr: float) -> None:
-        """Update rows without knowing how many are distinct: the entries of a row all write the same values.
+        """Update rows without knowing how many are distinct, by a kernel if there is Triton.
 
-        The arithmetic and its order are those of the CPU.
+        Torch operators let all entries of a row write the same values. Their arithmetic and its order are the CPU's.
         """
+        if uses_kernels(rows, "row update"):
+            from freescale.embedding.row_update import update_rows
+
+            options = {"eps": self._config.eps, "optimizer": self._config.optimizer}
+            update_rows(joint.weights, joint.sums, rows, gradient, lr=lr, **options)  # type: ignore[arg-type]
+            return
         rows, total = deterministic.sum_by_key(rows, gradient)
         rate: Tensor | float = lr
         if joint.sums is not None:
@@ -127,22 +134,12 @@ class JointRows(NamedTuple):
         groups: list[list[str]] = []
         for name in [name for name in state if not name.endswith(_SUM)]:
             last = groups[-1][-1] if groups else name
-            is_next = all(_follows(state[last + end], state[name + end]) for end in ("", _SUM) if name + end in state)
+            is_next = all(follows(state[last + end], state[name + end]) for end in ("", _SUM) if name + end in state)
             if groups and is_next:
                 groups[-1].append(name)
             else:
                 groups.append([name])
         return [_joint_rows([(name, state[name], state.get(name + _SUM)) for name in group]) for group in groups]
-
-
-def _follows(before: Tensor, after: Tensor) -> bool:
-    """Return whether rows of one width follow others in memory."""
-    one_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-    return one_storage and before.shape[1:] == after.shape[1:] and _end(before) == after.storage_offset()
-
-
-def _end(rows: Tensor) -> int:
-    return int(rows.storage_offset()) + rows.numel()
 
 
 def _joint_rows(tables: Sequence[tuple[str, Tensor, Tensor | None]]) -> JointRows:
@@ -192,9 +189,13 @@ class ShardedTables:
         self.shard.update(plan.local_rows, gradients, lr=lr)
 
     def allocate_rows(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
-        """Allocate the rows of unique ids."""
-        like = self._rows_like
-        return {t.name: like[t.name].new_empty(len(unique_ids[t.name].unique), t.dim) for t in self.tables}
+        """Allocate the rows of unique ids. Those of one width are one allocation."""
+        rows: dict[str, Tensor] = {}
+        for group in by_dim(self.tables):
+            sizes = [len(unique_ids[table.name].unique) for table in group]
+            whole = self._rows_like[group[0].name].new_empty(sum(sizes), group[0].dim)
+            rows |= {t.name: whole[end - n : end] for t, n, end in zip(group, sizes, accumulate(sizes), strict=True)}
+        return {table.name: rows[table.name] for table in self.tables}
 
     def read(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
         """Return the rows of unique ids without an update. Collective."""

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ class SortedRequests(NamedTuple):
     sent: Tensor
     """What the owner receives: the key, or a dynamic id."""
     places: Tensor
-    """The place of each among the ids of its table."""
+    """The place of each among the ids of all tables of its run: see `first_places`."""
 
 
 class RowKeys:
@@ -141,7 +141,10 @@ class RowKeys:
             begin: Tensor | int = 0
             mask, begin_of_reversal, per_shard, shift, first = self._parameters[0]
         else:
-            numbers, counts, begins = numbers_to_device([range(len(ids)), sizes, [0, *accumulate(sizes)][:-1]], device)
+            begins_of_runs = [
+                begin - place for begin, place in zip([0, *accumulate(sizes)], self.first_places(sizes), strict=False)
+            ]
+            numbers, counts, begins = numbers_to_device([range(len(ids)), sizes, begins_of_runs], device)
             table = numbers.repeat_interleave(counts, output_size=sum(sizes))
             mask, begin_of_reversal, per_shard, shift, first = parameters.index_select(1, table).unbind()
             begin = begins.index_select(0, table)
@@ -158,6 +161,16 @@ class RowKeys:
             sent = torch.where(join(dynamic), raw[order], keys)
         return SortedRequests(keys, sent, order - begin)
 
+    def first_places(self, sizes: Sequence[int]) -> list[int]:
+        """Return the place of the first id of each table among those of its run: the tables of its width around it.
+
+        `sizes`: ids of each table.
+        """
+        pairs, places = zip(self._tables, sizes, strict=True), list[int]()
+        for _, run in groupby(pairs, lambda pair: pair[0].dim):
+            places += [0, *accumulate(size for _, size in run)][:-1]
+        return places
+
     def count(self, keys: Tensor) -> Tensor:
         """Return how many ascending keys each rank owns: [tables, ranks]."""
         return torch.searchsorted(keys, self._constants[2]).view(len(self._owned), -1).diff()
@@ -168,8 +181,28 @@ class RowKeys:
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+    """Concatenate tensors. They are not copied if each follows the previous one in memory."""
+    joint = as_one(parts)
+    return torch.cat([*parts]) if joint is None else joint
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that follow each other in memory as one, which shares it; None if they do not."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    filled = [part for part in parts if part.numel()] or [first]
+    if not all(follows(before, after) for before, after in pairwise(filled)) or not filled[0].is_contiguous():
+        return None
+    size = sum(len(part) for part in parts), *first.shape[1:]
+    return filled[0].detach().as_strided(size, filled[0].stride(), filled[0].storage_offset())
+
+
+def follows(before: Tensor, after: Tensor) -> bool:
+    """Return whether contiguous rows of one width follow others in memory."""
+    one_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    alike = before.dtype == after.dtype and before.shape[1:] == after.shape[1:] and after.is_contiguous()
+    return one_storage and alike and int(before.storage_offset()) + before.numel() == after.storage_offset()
 
 
 def by_dim(tables: Sequence[Table]) -> list[list[Table]]:

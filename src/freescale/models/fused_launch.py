@@ -21,9 +21,8 @@ from freescale.models import fused_kernels
 DROPOUT_WORDS, DROPOUT_WARPS = 256, 4
 """Hashes of a program, each for four elements, and its warps."""
 HASH_BLOCK = 1024
-_PROGRAMS = {"token_losses": (4096, 4), "row_gradients": (2048, 2)}
-"""Elements of a tile, and warps. Few tokens sample a row, so its program is small."""
-_MAX_BLOCK = 64
+_PROGRAMS = {"token_losses": (4096, 64, 4), "row_gradients": (2048, 32, 2)}
+"""Elements of a tile, its most rows, and warps. Few tokens sample a row, so its program is small."""
 
 
 def splitmix64(z: Tensor) -> Tensor:
@@ -83,9 +82,9 @@ class SampledRows(NamedTuple):
 
 def launch_options(kernel: str, *, dim: int, negatives: int) -> dict[str, int]:
     """Return the constexpr arguments of a kernel that depend on shapes, and its warps."""
-    elements, warps = _PROGRAMS[kernel]
+    elements, max_block, warps = _PROGRAMS[kernel]
     padded = triton.next_power_of_2(dim)
-    block = max(1, min(_MAX_BLOCK, elements // padded))
+    block = max(1, min(max_block, elements // padded))
     return {"DIM": dim, "PADDED": padded, "NEGATIVES": negatives, "BLOCK": block, "num_warps": warps}
 
 

@@ -40,8 +40,8 @@ def multi_task_loss(outputs: Tensor, labels: Tensor, task: TaskConfig) -> Tensor
 
     Binary labels: cross entropy of the output as a logit. Numbers: half of the squared error.
     """
-    known = labels.isfinite()
-    labels = labels.to(outputs.dtype).where(known, 0)
+    known = labels.abs() <= torch.finfo(labels.dtype).max  # as `isfinite`, with fewer launches
+    labels = labels.to(outputs.dtype).nan_to_num(0.0, 0.0, 0.0)
     loss = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
     if task.regression:
         is_number = _constant(tuple(label in task.regression for label in task.labels), torch.bool, outputs.device)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from freescale.hashing import splitmix64
+from freescale.kernel_selection import uses_kernels
 from freescale.models.jagged import JaggedLayout
-from freescale.models.kernel_selection import uses_kernels
 
 _SIGN_BITS = -0x7FFF7FFF7FFF8000
 """The highest bit of each 16 bits."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from freescale import deterministic
-from freescale.models.kernel_selection import uses_kernels
+from freescale.kernel_selection import uses_kernels
 
 _CHUNK = 128  # tokens per chunk: their scores stay in the cache of a core
 _MAX_PRODUCT_RATIO = 64  # a product with all rows is cheaper than a gather up to this ratio of rows to samples

@@ -24,7 +24,9 @@ from freescale.balance.sample_exchange import BalancedBatches, Batches, SampleEx
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import checkpoints
+from freescale.checkpoint.checkpoints import model_tensors, own_tensors
 from freescale.checkpoint.run_folder import require_start
+from freescale.checkpoint.tensor_files import snapshot_bytes
 from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import RAW_IDS
@@ -155,7 +157,7 @@ def build(
     )
     metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
     overlap = [] if transports.deferred is None else _describe_overlap(config, world, loader, sharded)
-    for line in [*sharded.plan, *transports.reasons, *overlap]:
+    for line in [*sharded.plan, *transports.reasons, *overlap, *_describe_snapshot(world, sharded)]:
         metrics.print_line(line)
     return Trainer(components, folder, metrics)
 
@@ -183,6 +185,14 @@ def _describe_overlap(config: RunConfig, world: World, loader: Loader, sharded: 
     ids, rows, gradients = (f"{size / 1e6:,.2f} MB" for size in expected)
     held = f"{rows} of rows, {gradients} of row gradients, {ids} of ids"
     return [f"overlapped transfers will hold about {held} per rank, for batches of average length"]
+
+
+def _describe_snapshot(world: World, sharded: ShardedModel) -> list[str]:
+    """Return what a checkpoint will hold on a device until it is copied to the host, as human-readable lines."""
+    rank = {"rank": world.rank, "world_size": world.world_size}
+    size = snapshot_bytes(own_tensors(model_tensors(sharded.module, sharded.tables, **rank), **rank))
+    held = f"{size / 1e6:,.2f} MB of rows and weights, beside the state of the dense optimizer"
+    return [f"checkpoints will hold {held}, until they are copied to the host"] if size else []
 
 
 def expected_overlap_memory(config: RunConfig, tables: Iterable[Table], *, events: float) -> EmbeddingMemory:

@@ -35,6 +35,7 @@ from freescale.log import handled_by
 from freescale.models.attention.operators import hstu_attention, softmax_attention
 from freescale.models.attention.reference import AttentionProblem, relative_errors
 from freescale.progress import track
+from freescale.train.kernel_checks import kernel_errors
 from freescale.transport.base import POLL_SECONDS
 from freescale.transport.selection import TRANSPORTS, TransportFactory
 from freescale.transport.world import World
@@ -109,7 +110,7 @@ class Selftest:
         """Return the checks by name, the smallest first."""
         first = {"device": self._device, "collectives": self._collectives}
         each = {f"transport {name}": partial(self._transport, name) for name in TRANSPORTS}
-        kernels = {"attention": self._attention, "copy engine": self._copy_engine}
+        kernels = {"attention": self._attention, "fused kernels": self._fused, "copy engine": self._copy_engine}
         priority = {f"prioritized over {name}": partial(self._prioritized, name) for name in TRANSPORTS}
         training = {"repeatable": self._repeatable, "balanced": self._balanced, "resumed": self._resumed}
         recipes = {f"recipe {name}": partial(self._recipe, name) for name in RECIPES}
@@ -302,6 +303,13 @@ class Selftest:
                 error_of = relative_errors(problem, attend, softmax=attend is softmax_attention)
                 wrong = {name: error for name, error in error_of.items() if not error <= limit}  # NaN fails too
                 _require(not wrong, f"{dtype} is off by {wrong} in {attend.__name__}")
+        return ""
+
+    def _fused(self) -> str:
+        """Hashes, dropout, the retrieval loss and row updates on this device are those of the CPU."""
+        for width in (25, 64):
+            wrong = {name: error for name, error in kernel_errors(self._world.device, width).items() if error > 1e-5}
+            _require(not wrong, f"width {width} is off by {wrong}")
         return ""
 
     def _copy_engine(self) -> str:

@@ -16,7 +16,7 @@ from freescale.data.feature_schema import Feature, measure_numbers
 from freescale.data.loader import Loader
 from freescale.embedding.ids import UniqueIds, deduplicate_tables
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
-from freescale.embedding.tables import ReplicatedTables, Table
+from freescale.embedding.tables import ReplicatedTables, Table, by_dim
 from freescale.embedding.zero_collision_layout import BucketLayout
 from freescale.models.protocol import Model, Rows
 from freescale.models.ranking import Ranking
@@ -132,13 +132,16 @@ def build_sharded_model(
 
 
 def model_tables(config: RunConfig, model: Model, buckets: Mapping[str, int] | None = None) -> list[Table]:
-    """Return the tables that a model needs. `buckets`: of dynamic tables that were created in an earlier start."""
+    """Return the tables that a model needs. Those of one width are neighbours, to be read and sent together.
+
+    `buckets`: of dynamic tables that were created in an earlier start.
+    """
     found, buckets = [], buckets or {}
     for name, (rows, dim) in model.tables.items():
         layout = BucketLayout.of(rows, buckets=buckets.get(name)) if name in config.dynamic_tables else None
         sampled = name == "item" and config.samples_slots
         found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout, sampled))
-    return found
+    return [table for group in by_dim(found) for table in group]
 
 
 def build_model(config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> Model:

@@ -288,8 +288,7 @@ class Step:
         The result surrounds the wait of DDP that follows: it records what the buckets of dense gradients do not record
         themselves, which is DDP's exchange of used parameters.
         """
-        rows = state.embedding.rows or {}
-        gradients = [values.grad for values in rows.values() if values.grad is not None]
+        gradients = state.embedding.join_gradients()
         state.finite = are_finite([*gradients, *(loss.detach() for loss in state.losses)])
         withhold_nonfinite(gradients, state.finite)  # else NaN would spread to every sample that uses these rows
         self._runner.executor.issue_early("send_urgent_gradients")

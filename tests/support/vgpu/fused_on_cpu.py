@@ -1,10 +1,11 @@
-"""Keyed randomness and the sampled softmax as `fused_launch` computes them, by torch operators on the CPU."""
+"""What fused kernels compute, by torch operators on the CPU: keyed randomness, the sampled softmax, the row update."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-from freescale import hashing
+from freescale import deterministic, hashing
+from freescale.embedding.row_update import SortedRows
 from freescale.models import keyed
 from freescale.models.fused_launch import SampledRows, TokenLosses
 
@@ -50,6 +51,28 @@ def compute_row_gradients(
     weighted = (d_score * losses.weight[:, None])[:, :, None] * output.to(d_score.dtype)[:, None]
     d_unit = torch.segment_reduce(weighted.flatten(0, 1)[sampled.order], "sum", offsets=sampled.offsets, unsafe=True)
     return (_project(d_unit, rows.to(d_score.dtype)) * gradient).to(rows.dtype)
+
+
+def update_sorted_rows(
+    weights: Tensor,
+    sums: Tensor | None,
+    ordered: SortedRows,
+    gradients: Tensor,
+    *,
+    lr: float,
+    eps: float,
+    optimizer: str,
+) -> None:
+    """Update rows of a table in place, in the arithmetic of the CPU's shard."""
+    rows, index = ordered.rows.unique_consecutive(return_inverse=True)
+    total = deterministic.index_add_(weights.new_zeros(len(rows), weights.shape[1]), index, gradients[ordered.order])
+    rate: Tensor | float = lr
+    if sums is not None:
+        square = total.square()
+        square = square.mean(1, keepdim=True) if optimizer == "rowwise_adagrad" else square
+        sums.index_add_(0, rows, square)
+        rate = lr / sums.index_select(0, rows).sqrt_().add_(eps)
+    weights.index_add_(0, rows, total.mul_(rate), alpha=-1)
 
 
 def _project(d_unit: Tensor, x: Tensor) -> Tensor:

@@ -121,6 +121,21 @@ def _fused_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _row_update_on_cpu(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Update rows with torch operators on the CPU. The kernel uses the given rows of weights and sums only."""
+
+    def run(weights: Tensor, sums: Tensor | None, ordered: Any, gradients: Tensor, **options: Any) -> None:
+        reads: list[Tensor] = []
+        on_cpu = [_cpu_values(value, reads) for value in (weights, sums, ordered, gradients)]
+        fused_on_cpu.update_sorted_rows(*on_cpu, **options)
+        rows, others = frozenset(on_cpu[2].rows.tolist()), [*ordered, gradients]
+        for table in (weights, sums):
+            if table is not None:
+                device.gpu.memory.kernel("update_rows", [*others, table], [table], [], rows, indexed=table)
+
+    return run
+
+
 def _cpu_values(value: Any, reads: list[Tensor]) -> Any:
     """Return an argument with tensors of the CPU, and collect those of the device."""
     if isinstance(value, tuple):
@@ -152,6 +167,7 @@ TABLE = (
     StandIn("freescale.models.fused_launch.dropout", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.compute_token_losses", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.compute_row_gradients", 1, _fused_on_cpu),
+    StandIn("freescale.embedding.row_update.update_sorted_rows", 1, _row_update_on_cpu),
     StandIn("freescale.models.attention.triton_launch.forward", 2, _attention_on_cpu),
     StandIn("freescale.models.attention.triton_launch.backward", 5, _attention_on_cpu),
 )

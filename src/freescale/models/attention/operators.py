@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
+from freescale.kernel_selection import has_triton
 from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import BiasTables, JaggedLayout, PaddedBatch, is_visible, padded_batches
-from freescale.models.kernel_selection import has_triton
 from freescale.models.plain_layout import PlainLayout
 
 _NAME = "freescale::hstu_attention"

@@ -1,4 +1,4 @@
-"""Selects Triton kernels or torch operators for what models compute besides attention."""
+"""Selects Triton kernels or torch operators for what is computed besides attention."""
 
 import importlib.util
 from functools import lru_cache
