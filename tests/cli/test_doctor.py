@@ -87,6 +87,7 @@ def test_a_correct_install_is_ready(make: Callable[..., Environment]) -> None:
     assert torchrec_was_imported(report)
 
 
+@pytest.mark.whole
 def test_an_fbgemm_of_another_minor_is_found(make: Callable[..., Environment]) -> None:
     environment = make("fbgemm_gpu")
     environment.install("fbgemm-gpu-cpu==1.7.0")
@@ -105,6 +106,7 @@ def test_both_builds_of_fbgemm_at_once_are_found(make: Callable[..., Environment
     assert "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install --no-deps fbgemm-gpu-cpu==1.8.0" in found
 
 
+@pytest.mark.whole
 def test_fbgemm_files_overwritten_by_another_package_are_found(make: Callable[..., Environment]) -> None:
     environment = make("fbgemm_gpu")
     shutil.copytree(HERE / "fbgemm_gpu", environment.packages / "fbgemm_gpu")
@@ -114,6 +116,7 @@ def test_fbgemm_files_overwritten_by_another_package_are_found(make: Callable[..
     assert "not its own: fbgemm_gpu/__init__.py" in faults(environment.doctor())["fbgemm"]
 
 
+@pytest.mark.whole
 def test_a_torchmetrics_that_imports_and_then_fails_is_found(make: Callable[..., Environment]) -> None:
     environment = make("torchmetrics")
     environment.install("torchmetrics==1.4.0")
@@ -121,6 +124,7 @@ def test_a_torchmetrics_that_imports_and_then_fails_is_found(make: Callable[...,
     assert "TorchRec's metrics fail with torchmetrics 1.4.0 | pip install torchmetrics==1.0.3" in found
 
 
+@pytest.mark.whole
 def test_an_untested_version_that_works_is_a_warning(make: Callable[..., Environment]) -> None:
     environment = make("torchrec-")
     environment.plant("torchrec", "1.7.9")
@@ -154,6 +158,7 @@ def test_a_missing_package_is_found(
     assert mend in faults(make(*without).doctor())[check]
 
 
+@pytest.mark.whole
 def test_a_package_broken_inside_is_found_by_loading_it(make: Callable[..., Environment]) -> None:
     environment = make("torchrec")
     (environment.packages / "torchrec").mkdir()
@@ -169,6 +174,7 @@ def test_a_cpu_torch_on_a_gpu_job_lacks_nccl_and_gpus(make: Callable[..., Enviro
     assert "cuda needs fbgemm-gpu" in found["fbgemm"]
 
 
+@pytest.mark.whole
 def test_another_nccl_than_torch_was_built_with_is_found(make: Callable[..., Environment]) -> None:
     environment = make()
     environment.plant("nvidia-nccl-cu13", "2.27.3")

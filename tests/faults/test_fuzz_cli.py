@@ -16,7 +16,7 @@ from tests.support.cli_fuzz.fuzz import Outcome, run_case
 from tests.support.cli_fuzz.runner import Circumstances, Reply, Runner
 from tests.support.cli_fuzz.verdict import verdicts
 
-SEED, CASES, WHOLE_CASES = 7, 30, 2000
+SEED, CASES, WHOLE_CASES = 7, 15, 2000
 
 
 @pytest.fixture(scope="module")
