@@ -136,6 +136,44 @@ def run_export(argv: Sequence[str], prog: str) -> int:
     return _on_ranks(options, ["export", *argv], export, out=options.out)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """Publish a trained model as the next version: a full one, or the rows that have changed since the last one.
+
+    freescale publish runs/latest s3://models/mine
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a training, such as runs/latest."""
+    address: tyro.conf.Positional[str]
+    """Folder of the versions: a local path or any fsspec address."""
+    format: Literal["pt2", "aoti"] = "pt2"
+    """Format of the programs of full versions, as in `freescale export`."""
+    full_every: int = 24
+    """Versions from one full version to the next."""
+    quiet: Flag = False
+    """Show no progress, only results, warnings and errors."""
+
+
+def run_publish(argv: Sequence[str], prog: str) -> int:
+    """Publish a version and print which."""
+    options = parse(PublishOptions, argv, prog)
+    require_at_least(options, full_every=1)
+
+    def work(trained: "TrainedModel") -> None:
+        from freescale.serving.publish import publish
+
+        with progress(f"publishing to {options.address}"):
+            done = publish(trained, options.address, options.format, full_every=options.full_every)
+        if done is None:
+            say(f"{options.address} has step {trained.step} already: nothing is published")
+            return
+        kind = "full" if done.is_full else f"{done.rows:,} changed rows"
+        say(f"{options.address}: version {done.version} of step {trained.step}, {kind}, {done.bytes / 1e6:,.2f} MB")
+
+    return _on_ranks(TrainedModelOptions(run=options.run, quiet=options.quiet), ["publish", *argv], work)
+
+
 def _on_ranks(
     options: TrainedModelOptions,
     words: Sequence[str],

@@ -5,6 +5,7 @@ weights.safetensors                           all weights and tables; new ones n
 items.npy, item_ids.npy, items.parquet        retrieval: unit vectors of all items, their ids and keys, for an index
 serving.json                                  columns of a request, bounds, versions, checksums, an example
 serve.py                                      answers requests with torch and numpy alone
+follow.py                                     loads new versions, see `publish`
 """
 
 import json
@@ -36,6 +37,7 @@ from freescale.serving.serve import Recommender
 from freescale.train.trained_model import LogKeys, TrainedModel
 
 Format = Literal["pt2", "aoti"]
+_SCRIPTS = ("serve.py", "follow.py")
 _STATIC = ("heads", "width")
 _MOST = 1 << 16
 """Of every other size of a request."""
@@ -43,15 +45,9 @@ _MOST = 1 << 16
 
 def write_package(trained: TrainedModel, target: Path, format: Format) -> list[str]:  # noqa: A002  the option's name
     """Write the folder, and check that it answers as the model does; return the names of its files."""
-    if trained.world.world_size > 1:
-        raise UsageError(f"--format {format} needs all tables in one process", remedy="leave out --nproc")
     if (target / "serving.json").exists():
         raise UsageError("there is an export in this folder already", where=str(target), remedy="choose another folder")
-    model, blocks = trained.sharded.module.model, _tables(trained)
-    assert isinstance(model, Retrieval | Ranking)
-    tables = {name: rows for name, rows in blocks.items() if not name.endswith(".ids")}
-    served = ServedModel(trained.config, model.float(), {n: rows.float() for n, rows in tables.items()}).eval()
-    ids = {name: rows for name, rows in blocks.items() if name.endswith(".ids")}
+    served, ids = _served(trained)
     programs = programs_of(served)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as partial:
@@ -59,12 +55,13 @@ def write_package(trained: TrainedModel, target: Path, format: Format) -> list[s
         export.write_tensors(folder / "weights.safetensors", served.weights() | ids)
         for name, program in programs.items():
             _write_program(served, program, folder / f"{name}.pt2", format)
-        files = ["serve.py", "weights.safetensors", *(f"{name}.pt2" for name in programs)]
-        if isinstance(model, Retrieval):
-            _write_items(trained, tables["item"], ids.get("item.ids"), folder)
+        files = [*_SCRIPTS, "weights.safetensors", *(f"{name}.pt2" for name in programs)]
+        if isinstance(served.model, Retrieval):
+            _write_items(trained, served.tables["item"], ids.get("item.ids"), folder)
             files += ["items.npy", "item_ids.npy", "items.parquet"]
-        shutil.copyfile(Path(__file__).with_name("serve.py"), folder / "serve.py")
-        facts = _facts(trained.config, programs) | {"format": format, "step": trained.step}
+        for script in _SCRIPTS:
+            shutil.copyfile(Path(__file__).with_name(script), folder / script)
+        facts = _facts(trained.config, programs) | {"format": format, "step": trained.step, "items": trained.items}
         sharded = trained.sharded.tables.tables if trained.sharded.tables is not None else []
         facts["dynamic"] = {t.name: [t.layout.buckets, t.layout.slots] for t in sharded if t.layout is not None}
         facts["tokens"] = [served.prefix, served.per_event]
@@ -76,6 +73,24 @@ def write_package(trained: TrainedModel, target: Path, format: Format) -> list[s
         for name in written:
             (folder / name).replace(target / name)
     return written
+
+
+def served_weights(trained: TrainedModel) -> dict[str, Tensor]:
+    """Return the contents of weights.safetensors."""
+    served, ids = _served(trained)
+    return served.weights() | ids
+
+
+def _served(trained: TrainedModel) -> tuple[ServedModel, dict[str, Tensor]]:
+    """Return the model with all its tables, and the ids in the slots of dynamic ones, as NAME.ids."""
+    if trained.world.world_size > 1:
+        what = "a model to be served needs all tables in one process"
+        raise UsageError(what, remedy="leave out --nproc")
+    model, blocks = trained.sharded.module.model, _tables(trained)
+    assert isinstance(model, Retrieval | Ranking)
+    ids = {name: rows for name, rows in blocks.items() if name.endswith(".ids")}
+    tables = {name: rows.float() for name, rows in blocks.items() if name not in ids}
+    return ServedModel(trained.config, model.float(), tables).eval(), ids
 
 
 def _write_facts(facts: Mapping[str, Any], folder: Path) -> None:

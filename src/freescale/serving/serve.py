@@ -53,22 +53,22 @@ def pad(rows: list[Any], padding: int) -> Any:
 class Recommender:
     """An exported model. Ids become rows here; the programs compute everything else."""
 
-    def __init__(self, folder: str | Path, programs: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: str | Path, programs: Any = None, weights: Any = None) -> None:
         self.folder = Path(folder)
         self.facts = json.loads((self.folder / "serving.json").read_text())
         for name, entry in self.facts["files"].items():
             if hashlib.sha256((self.folder / name).read_bytes()).hexdigest() != entry["sha256"]:
                 raise ValueError(f"{self.folder / name} was changed or is incomplete: export again")
-        self.weights = read_safetensors(self.folder / "weights.safetensors")
+        self.weights = dict(weights or read_safetensors(self.folder / "weights.safetensors"))
         slots = {name: self.weights.pop(f"{name}.ids").numpy().ravel() for name in self.facts["dynamic"]}
         self.slots = {name: (ids[order := np.argsort(ids)], order) for name, ids in slots.items()}
         load = {"pt2": lambda path: torch.export.load(path).module(), "aoti": torch._inductor.aoti_load_package}
         files = {name: str(self.folder / f"{name}.pt2") for name in self.facts["programs"]}
         self.programs = programs or {name: load[self.facts["format"]](file) for name, file in files.items()}
-        if self.facts["task"] == "retrieval":
-            read = np.lib.format.open_memmap  # unlike np.load, it cannot execute code. Ids ascend.
-            self.item_ids = read(self.folder / "item_ids.npy", "c")
-            self.items = torch.from_numpy(read(self.folder / "items.npy", "c"))
+        if self.facts["task"] == "retrieval":  # the same as item_ids.npy and items.npy
+            ids, rows = self.slots.get("item", (np.arange(self.facts["items"]),) * 2)
+            self.item_ids, rows = ids[ids >= 0], rows[ids >= 0]
+            self.items = torch.nn.functional.normalize(self.weights["tables.item"][rows], dim=-1)
 
     def query(self, requests: list[dict[str, Any]]) -> torch.Tensor:
         """Return the unit vector of each user, to compare with those of items.npy."""
