@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from freescale import page
 from freescale.train.metrics_logger import entry_value
 
-_NOT_METRICS = ("kind", "step", "time", "users")
-"""Keys of an evaluate entry that are not metrics."""
+_NOT_METRICS = ("kind", "step", "time", "users", "samples")
+"""Keys of an entry of metrics that are not metrics."""
+_EVALUATIONS = {"evaluate": "Evaluation", "validate": "Partitions before they are trained"}
+"""Kinds of entries of metrics, and the titles of their charts."""
 _LOG_RATIO = 100.0
 """Ratio of the largest to the smallest value from which a chart of norms is logarithmic."""
 _GREY = "#5a5a5a"
@@ -211,29 +213,29 @@ def _dynamic_charts(runs: Sequence[RunMetrics]) -> Iterator[_Chart]:
 
 def _evaluation_charts(run: RunMetrics, axis: _StepAxis) -> Iterator[str]:
     """Yield a chart per family of metrics, such as hr@10 and hr@50."""
-    evaluated = _of_kind(run, "evaluate")
-    families: dict[str, list[str]] = {}
-    for name in _metrics(run):
-        families.setdefault(name.partition("/")[0].partition("@")[0], []).append(name)
-    for family, names in families.items():
-        series = [_series(name, evaluated, name) for name in names]
-        title = f"Evaluation: {names[0] if len(names) == 1 else family}"
-        yield from _draw(_Chart(title, {}, tight=True), series, axis)
+    for kind, title in _EVALUATIONS.items():
+        families: dict[str, list[str]] = {}
+        for name in _metrics(run, kind):
+            families.setdefault(name.partition("/")[0].partition("@")[0], []).append(name)
+        for family, names in families.items():
+            series = [_series(name, _of_kind(run, kind), name) for name in names]
+            text = f"{title}: {names[0] if len(names) == 1 else family}"
+            yield from _draw(_Chart(text, {}, tight=True), series, axis)
 
 
 def _charts_of_several(runs: Sequence[RunMetrics]) -> Iterator[str]:
     colours = list(page.assign_colours([str(place) for place in range(len(runs))]).values())
     axis = _step_axis(runs, colours)
-    metrics = list(dict.fromkeys(name for run in runs for name in _metrics(run)))
+    metrics = dict.fromkeys((kind, name) for kind in _EVALUATIONS for run in runs for name in _metrics(run, kind))
     for chart in (*_CHARTS, *_dynamic_charts(runs)):
         for name, label in chart.names.items():
             title = chart.title if len(chart.names) == 1 else f"{chart.title}: {label}"
             series = [_series(run.name, _of_kind(run, "train"), name) for run in runs]
             yield from _draw(chart._replace(title=title), series, axis)
         if chart.names.keys() == {"loss"}:
-            for name in metrics:
-                series = [_series(run.name, _of_kind(run, "evaluate"), name) for run in runs]
-                yield from _draw(_Chart(f"Evaluation: {name}", {}, tight=True), series, axis)
+            for kind, name in metrics:
+                series = [_series(run.name, _of_kind(run, kind), name) for run in runs]
+                yield from _draw(_Chart(f"{_EVALUATIONS[kind]}: {name}", {}, tight=True), series, axis)
 
 
 def _draw(chart: _Chart, series: Sequence[page.Series], axis: _StepAxis) -> Iterator[str]:
@@ -261,7 +263,8 @@ def _series(name: str, entries: Sequence[dict[str, Any]], key: str) -> page.Seri
 
 
 def _step_axis(runs: Sequence[RunMetrics], colours: Sequence[str]) -> _StepAxis:
-    steps = [entry["step"] for run in runs for entry in run.entries if entry["kind"] in ("start", "train", "evaluate")]
+    shown = ("start", "train", *_EVALUATIONS)
+    steps = [entry["step"] for run in runs for entry in run.entries if entry["kind"] in shown]
     marks = [mark for run, colour in zip(runs, colours, strict=True) for mark in _marks(run, colour)]
     return _StepAxis(min(steps, default=0), max(steps, default=0), marks)
 
@@ -280,9 +283,9 @@ def _describe(name: str, number: int, start: Start) -> str:
     return f"{name}, start {number} from step {start.step:,}{world_size}: {start.reason}"
 
 
-def _metrics(run: RunMetrics) -> list[str]:
-    """Return the names of all metrics of evaluate entries."""
-    values = (pair for entry in _of_kind(run, "evaluate") for pair in entry.items())
+def _metrics(run: RunMetrics, kind: str) -> list[str]:
+    """Return the names of all metrics of entries of a kind."""
+    values = (pair for entry in _of_kind(run, kind) for pair in entry.items())
     return list(dict.fromkeys(n for n, value in values if n not in _NOT_METRICS and type(value) in (int, float)))
 
 

@@ -5,6 +5,7 @@ Rank 0 writes; the logger of other ranks does nothing. Each entry has a kind, a 
 start      training begins or continues: on how many ranks, and why
 train      means since the previous train entry, every `train.log_every` steps
 evaluate   metrics of the held-out part
+validate   metrics of a partition before it is trained
 autotune   the selected setting of a step, and milliseconds of a step with each setting
 fault      a loss or gradient that is not finite
 recovery   how long it took to continue after the loss of a rank
