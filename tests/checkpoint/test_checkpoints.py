@@ -92,7 +92,7 @@ def test_an_export_is_read_back_and_a_changed_byte_is_detected(tmp_path: Path) -
     for rank, rows in ((1, slice(4, 7)), (0, slice(0, 4))):
         name = f"tables-{rank}.safetensors"
         files[name] = export.write_tensors(tmp_path / name, {"tables.item": whole[rows]}, {"tables.item": rows.start})
-    export.write_list(tmp_path, files, {})
+    export.write_list(tmp_path, files)
     read = export.read(tmp_path)
     assert torch.equal(read["tables.item"], whole)
     assert torch.equal(read["bias"], torch.ones(2))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from freescale.checkpoint.checkpoints import complete_checkpoints
@@ -66,7 +67,8 @@ def append_and_train(folder: Path, address: str, environment: dict[str, str]) ->
     for day in range(3):
         rng = np.random.default_rng(day)
         times = 1_600_000_000 + day * 86_400 + np.sort(rng.integers(0, 86_400, 500))
-        rows = zip(rng.integers(0, 80, 500).tolist(), rng.integers(0, 60, 500).tolist(), times.tolist(), strict=True)
+        items = [f"item {number}" for number in rng.integers(0, 60, 500)]
+        rows = zip(rng.integers(0, 80, 500).tolist(), items, times.tolist(), strict=True)
         with (folder / "log.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("user_id", "item_id", "timestamp"), *rows])
         words = ["--max-history", "20"] if not day else []
@@ -86,6 +88,8 @@ def test_faults_of_the_store_change_nothing(environment: dict[str, str], store: 
     try:
         through = environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
         append_and_train(tmp_path / "remote", "s3://logs/stream", through)
+        for name in ("local", "remote"):
+            freescale(through, "predict", tmp_path / name / "run", tmp_path / name / "top", "--k", 5)
     finally:
         proxy.close()
     assert sum(proxy.counts.values()) == 10
@@ -94,5 +98,8 @@ def test_faults_of_the_store_change_nothing(environment: dict[str, str], store: 
     direct = environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{store}"}
     subprocess.run([sys.executable, "-c", words, tmp_path / "got.json"], env=direct, check=True)
     assert (tmp_path / "got.json").read_bytes() == (tmp_path / "local" / "stream" / PARTITIONS_FILE).read_bytes()
+    tables = [pq.read_table(tmp_path / name / "top") for name in ("local", "remote")]
+    assert tables[0].equals(tables[1])
+    assert tables[0]["item"].combine_chunks().flatten()[0].as_py().startswith("item "), "keys, not numbers"
     local, remote = (complete_checkpoints(tmp_path / name / "run" / "checkpoints")[-1] for name in ("local", "remote"))
     assert (local / "rank-00000.bytes").read_bytes() == (remote / "rank-00000.bytes").read_bytes()

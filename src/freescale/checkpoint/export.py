@@ -8,7 +8,6 @@ config.toml, vocabulary.parquet
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,9 @@ def describe(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]], copies: Mapping[str, Path]) -> None:
-    """Copy further files, and write the list last: an export without it is incomplete."""
-    entries: dict[str, Any] = dict(files)
-    for name, source in copies.items():
-        shutil.copyfile(source, folder / name)
-        entries[name] = describe(folder / name)
-    (folder / LIST).write_text(json.dumps({"format": 1, "files": entries}, indent=1) + "\n")
+def write_list(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the list of files last: an export without it is incomplete."""
+    (folder / LIST).write_text(json.dumps({"format": 1, "files": dict(files)}, indent=1) + "\n")
 
 
 def read(folder: Path) -> dict[str, Tensor]:

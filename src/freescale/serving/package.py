@@ -146,7 +146,7 @@ def _write_items(trained: TrainedModel, rows: Tensor, ids: Tensor | None, folder
         rows = rows[used[order]]
     np.save(folder / "items.npy", F.normalize(rows[: len(numbers)].float(), dim=-1).numpy())
     np.save(folder / "item_ids.npy", numbers.numpy())
-    keys = LogKeys.read(Path(trained.config.data.path)).of_items(pa.array(numbers.numpy()))
+    keys = LogKeys.read(trained.config.data.path).of_items(pa.array(numbers.numpy()))
     pq.write_table(pa.table({"item_id": numbers.numpy(), "key": keys}), folder / "items.parquet")
 
 

@@ -21,6 +21,7 @@ from freescale.data.vocabulary import VOCABULARY_FILE as VOCABULARY
 from freescale.data.vocabulary import check_recorded_identity
 from freescale.errors import UsageError
 from freescale.progress import track
+from freescale.storage import StorageFolder
 from freescale.train.evaluation import SAMPLES_PER_RANK, Corpus
 from freescale.train.sharded_model import ShardedModel, build_model, build_sharded_model
 from freescale.transport.world import World
@@ -97,8 +98,10 @@ def export_model(trained: TrainedModel, folder: Path) -> list[str]:
     for path in lists:
         files |= json.loads(path.read_text())
         path.unlink()
-    vocabulary = Path(trained.config.data.path) / VOCABULARY
-    export.write_list(folder, files, {VOCABULARY: vocabulary} if vocabulary.exists() else {})
+    if (vocabulary := StorageFolder(trained.config.data.path).read(VOCABULARY)) is not None:
+        (folder / VOCABULARY).write_bytes(vocabulary)
+        files[VOCABULARY] = export.describe(folder / VOCABULARY)
+    export.write_list(folder, files)
     return sorted(files)
 
 
@@ -119,9 +122,10 @@ class LogKeys(NamedTuple):
     """Raw ids of the items, ascending; None where the id of an item is its place."""
 
     @staticmethod
-    def read(data: Path) -> "LogKeys":
+    def read(address: str) -> "LogKeys":
         """Read the keys of a data set."""
-        users, items = data / USERS_FILE, data / VOCABULARY
+        store = StorageFolder(address)
+        users, items = _table(store, USERS_FILE), _table(store, VOCABULARY)
         return LogKeys(_column(users, "key"), _column(items, "key"), _column(items, "id"))
 
     def of_items(self, ids: pa.Array) -> pa.Array:
@@ -152,7 +156,7 @@ def write_predictions(trained: TrainedModel, folder: Path, *, count: int) -> Pre
     world.transport.sum(0, name="look at the folder")  # no rank writes before all have looked
     folder.mkdir(parents=True, exist_ok=True)
     loader = Loader.from_run(trained.config, rank=world.rank, world_size=world.world_size, data=data)
-    keys = LogKeys.read(Path(data.path))
+    keys = LogKeys.read(data.path)
     users = short = 0
     with pq.ParquetWriter(folder / f"part-{world.rank:05d}.parquet", keys.schema()) as writer:
         for table in _prediction_tables(trained, loader, keys, count):
@@ -185,8 +189,12 @@ def _list_array(offsets: Tensor, values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets.numpy(), pa.int32()), values)
 
 
-def _column(path: Path, name: str) -> pa.Array | None:
-    """Return a column of a file; None if there is none."""
-    if not path.exists() or name not in pq.read_schema(path).names:
-        return None
-    return pq.read_table(path, columns=[name])[name].combine_chunks()
+def _table(store: StorageFolder, name: str) -> pa.Table | None:
+    """Return a Parquet file; None if there is none."""
+    raw = store.read(name)
+    return None if raw is None else pq.read_table(pa.BufferReader(raw))
+
+
+def _column(table: pa.Table | None, name: str) -> pa.Array | None:
+    """Return a column; None if there is none."""
+    return None if table is None or name not in table.schema.names else table[name].combine_chunks()
