@@ -8,11 +8,11 @@ kept of its user, because there is nothing to compare it with and to predict it 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from freescale.data.order import concat_ranges
 from freescale.data.partitions import IS_TARGET
@@ -21,6 +21,7 @@ from freescale.errors import DataError
 SAMPLE_ORDER = "_last"
 """Temporary column: the order of samples in a partition."""
 _MOST_PIECES = 1000
+Ints = NDArray[np.int64]
 
 
 class PartitionSamples(NamedTuple):
@@ -111,14 +112,8 @@ def _events(histories: pl.DataFrame) -> pl.DataFrame:
 
 def _samples(events: pl.DataFrame, most: int) -> pl.DataFrame:
     """Cut the events of each user into samples. Every target is in exactly one."""
-    user, flags = events["user_id"].to_numpy(), events[IS_TARGET].to_numpy().astype(bool)
-    bounds = [0, *(np.flatnonzero(user[1:] != user[:-1]) + 1).tolist(), len(user)]
-    pieces = [
-        (*piece, number)
-        for first, last in pairwise(bounds)
-        for number, piece in enumerate(_cut(first + np.flatnonzero(flags[first:last]), first, last, most))
-    ]
-    begin, end, own, number = np.array(pieces, np.int64).reshape(-1, 4).T
+    flags = events[IS_TARGET].to_numpy().astype(bool)
+    begin, end, own, number = _cut_all(events["user_id"].to_numpy(), flags, most)
     index, size = concat_ranges(begin, end - begin), end - begin
     is_target = flags[index] & (index >= np.repeat(own, size))
     times = events["timestamp"].to_numpy()
@@ -133,17 +128,28 @@ def _samples(events: pl.DataFrame, most: int) -> pl.DataFrame:
     return rows.with_columns(pl.Series(SAMPLE_ORDER, order))
 
 
-def _cut(targets: np.ndarray, first: int, last: int, most: int) -> list[tuple[int, int, int]]:
-    """Return begin and end of each sample of a user, and where its targets begin."""
-    if not len(targets):
-        return []
-    if last - first <= most:
-        return [(first, int(targets[-1]) + 1, first)]
+def _cut_all(user: Ints, flags: NDArray[np.bool_], most: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return begin and end of each sample, where its targets begin, and its number among the samples of its user."""
+    if not flags.any():
+        return (np.zeros(0, np.int64),) * 4
+    first = np.append(0, np.flatnonzero(user[1:] != user[:-1]) + 1)
+    last = np.append(first[1:], len(user))
+    end = np.maximum.reduceat(np.where(flags, np.arange(1, len(user) + 1), 0), first)  # after the last target
+    fits = (last - first <= most) & (end > 0)
+    pieces = [np.stack([first, end, first, np.zeros_like(first)], axis=1)[fits]]
+    for begin, stop in zip(first[~fits].tolist(), last[~fits].tolist(), strict=True):
+        pieces.append(np.array(_cut(begin + np.flatnonzero(flags[begin:stop]), begin, most), np.int64).reshape(-1, 4))
+    columns = np.concatenate(pieces).T
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+def _cut(targets: Ints, first: int, most: int) -> list[tuple[int, int, int, int]]:
+    """Cut the events of a user that do not fit into one sample."""
     pieces, span = [], most - most // 2
     while len(targets):
         inside = targets[targets < targets[0] + span]
         end = int(inside[-1]) + 1
-        pieces.append((max(first, end - most), end, int(targets[0])))
+        pieces.append((max(first, end - most), end, int(targets[0]), len(pieces)))
         targets = targets[len(inside) :]
     return pieces
 
