@@ -43,7 +43,7 @@ class StorageFolder:
                 self._make_parent(target)
                 self._fs.put_file(str(path), self._path(target))
                 if self._is_local:
-                    _sync(Path(self._path(target)))
+                    sync_to_disk(Path(self._path(target)))
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file so that readers find the old or the new content, and nothing between."""
@@ -56,9 +56,9 @@ class StorageFolder:
             partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
             try:
                 partial.write_bytes(content)
-                _sync(partial)
+                sync_to_disk(partial)
                 partial.replace(target)
-                _sync(target.parent)
+                sync_to_disk(target.parent)
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -85,7 +85,8 @@ class StorageFolder:
             raise StorageError(f"the file cannot be used: {reason(error)}", where=where, remedy=_REMEDY) from error
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -25,6 +25,7 @@ from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, Loc
 from freescale.embedding.row_order import RowOrder
 from freescale.embedding.sharded import ShardedTables
 from freescale.errors import reason
+from freescale.storage import sync_to_disk
 from freescale.transport.c10d import C10d
 
 _FORMAT = 1
@@ -134,7 +135,7 @@ class CheckpointWriter:
                 tensor_files.write_json(writing / FACTS, facts)
                 shutil.rmtree(final, ignore_errors=True)
                 writing.rename(final)
-                tensor_files.sync_names(self.folder)
+                sync_to_disk(self.folder)
                 for old in complete_checkpoints(self.folder)[: -self._keep]:
                     shutil.rmtree(old)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.errors import ConfigError, FreeScaleError, reason
 from freescale.log import warning_once
+from freescale.storage import sync_to_disk
 
 _CHUNK_BYTES = 1 << 24
 _PINNED_BYTES = 1 << 26
@@ -246,7 +247,7 @@ def write_json(path: Path, content: Any) -> None:
         json.dump({"crc": _checksum(content), "content": content}, file)
         file.flush()
         os.fsync(file.fileno())
-    sync_names(path.parent)
+    sync_to_disk(path.parent)
 
 
 def read_json(path: Path) -> Any:
@@ -259,15 +260,6 @@ def read_json(path: Path) -> Any:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         why = reason(error)
     raise _damaged(f"{path.name} cannot be read: {why}", path.parent)
-
-
-def sync_names(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_index(folder: Path, rank: int) -> list[_Chunk]:
