@@ -293,8 +293,8 @@ class Cursor:
 
         Partitions may have been added at the end since.
         """
-        current = self.state_dict()
-        if state.get("partitions", 0) != current["partitions"]:
+        current, state = self.state_dict(), {"partitions": 0, **state}  # older cursors know no partitions
+        if state["partitions"] != current["partitions"]:
             state = self._continued(state)
         for name, value in current.items():
             if name not in state:
@@ -311,7 +311,7 @@ class Cursor:
 
     def _continued(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of a cursor over fewer or more partitions as one of this cursor: the epoch goes on."""
-        count, current = int(state.get("partitions", 0)), len(self.ends)
+        count, current = int(state["partitions"]), len(self.ends)
         if not count or not current or (count < current and state["samples"] != self.ends[count - 1]):
             return state
         done = int(state["step"]) if not state["epoch"] else self.first_steps[min(count, current)]
