@@ -1,6 +1,7 @@
 """Operations run in an order that the schedule allows, and errors of deferred ones surface in the step."""
 
 import contextlib
+import gc
 import itertools
 import threading
 import time
@@ -198,3 +199,23 @@ def test_a_serial_schedule_needs_no_thread() -> None:
     executor.run(0)
     assert not executor.overlaps
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_deferred_thread_ends_with_its_executor(closed: bool) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    before = names().count("freescale-deferred")
+    executor: Executor[int] = Executor(overlapped(), lambda operation, batch: None, nothing)
+    executor.run(0, None)
+    executor.synchronize()
+    assert names().count("freescale-deferred") == before + 1
+    if closed:
+        executor.close()
+    del executor
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while names().count("freescale-deferred") > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert names().count("freescale-deferred") == before

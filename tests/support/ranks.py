@@ -6,6 +6,7 @@ Importing torch takes seconds, so a forkserver preloads it, and a test module st
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -137,6 +138,8 @@ def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, envi
         backend = "vccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     world = World(rank, ranks, store)
+    gc.collect()
+    gc.freeze()  # what was imported: it is not collected after every task
     while (task := pipe.recv()) is not None:
         number, function, arguments = task
         try:
@@ -152,3 +155,4 @@ def _close_other_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()  # gloo's threads poll until the last reference to their group is gone, also one in a cycle

@@ -6,6 +6,7 @@ identical.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ RecordWait = Callable[[str], AbstractContextManager[None]]
 StreamWait = Callable[[], None]
 Key = tuple[str, int]
 """An operation and the number of the batch that it works on."""
+_Tasks = queue.SimpleQueue[tuple[Future[StreamWait], Callable[[], StreamWait]] | None]
 
 
 class Streams:
@@ -167,12 +169,12 @@ def _complete(completion: Completion | None) -> None:
 
 
 class _DeferredThread:
-    """A daemon thread that runs tasks in order. After a failure, every later task fails with the same error."""
+    """A daemon thread that runs tasks in order, and ends with this object. After a failure, later tasks fail alike."""
 
     def __init__(self, streams: Streams) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[StreamWait], Callable[[], StreamWait]] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._work, args=(streams,), name="freescale-deferred", daemon=True).start()
+        self._tasks: _Tasks = queue.SimpleQueue()
+        threading.Thread(target=_run_tasks, args=(self._tasks, streams), name="freescale-deferred", daemon=True).start()
+        self._end = weakref.finalize(self, self._tasks.put, None)
 
     def submit(self, function: Callable[[], StreamWait]) -> Future[StreamWait]:
         future: Future[StreamWait] = Future()
@@ -180,20 +182,19 @@ class _DeferredThread:
         return future
 
     def end(self) -> None:
-        self._tasks.put(None)
+        self._end()
 
-    def _work(self, streams: Streams) -> None:
-        with streams.deferred():
-            while (task := self._tasks.get()) is not None:
-                self._run(*task)
-                del task  # it references a batch
 
-    def _run(self, future: Future[StreamWait], function: Callable[[], StreamWait]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-            return
-        try:
-            future.set_result(function())
-        except BaseException as error:  # raised again where the operation is waited for
-            self._error = error
-            future.set_exception(error)
+def _run_tasks(tasks: _Tasks, streams: Streams) -> None:
+    failure: BaseException | None = None
+    with streams.deferred():
+        while (task := tasks.get()) is not None:
+            future, function = task
+            try:
+                if failure is None:
+                    future.set_result(function())
+            except BaseException as error:  # raised again where the operation is waited for
+                failure = error
+            if failure is not None:
+                future.set_exception(failure)
+            del task, future, function  # they reference a batch
