@@ -3,11 +3,13 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,13 +37,16 @@ PARTITIONS = [f"date=2020-01-0{day}" for day in range(1, 5)]
 FREESCALE = [sys.executable, "-m", "freescale"]
 
 
-def append(folder: Path, name: str, *, first_item: int = 0, events: int = 600) -> None:
-    """Append a day in which users go through the items in order."""
+def append(
+    folder: Path, name: str, *, first_item: int = 0, events: int = 600, first_users: tuple[int, ...] = (0,)
+) -> None:
+    """Append a day in which users go through the items in order. `first_users`: of each group of 60 users."""
     day = int(name[-1])
     rng = np.random.default_rng(day)
     user, at = rng.integers(0, 60, events), np.sort(rng.integers(0, 80_000, events))
     items = first_item + (user * 7 + at // 4_000) % 50
-    rows = zip(user.tolist(), items.tolist(), (1_600_000_000 + day * 86_400 + at).tolist(), strict=True)
+    seconds = (1_600_000_000 + day * 86_400 + at).tolist()
+    rows = [row for first in first_users for row in zip((first + user).tolist(), items.tolist(), seconds, strict=True)]
     path = folder.parent / f"{folder.name}.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("user_id", "item_id", "timestamp"), *rows])
@@ -72,7 +77,7 @@ def weights(run: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(newest.glob("*.bytes")))
 
 
-def entries(run: Path, kind: str) -> list[dict[str, object]]:
+def entries(run: Path, kind: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in entry.items() if k != "time"} for entry in found if entry["kind"] == kind]
 
@@ -103,8 +108,31 @@ def test_partitions_trained_as_they_arrive_give_the_weights_of_one_replay(replay
     assert weights(run) == weights(replayed / "run")
     assert entries(run, "validate") == entries(replayed / "run", "validate")
     assert [entry["partition"] for entry in entries(run, "validate")] == PARTITIONS
-    hits = [float(entry["hr@10"]) for entry in entries(run, "validate")]  # type: ignore[arg-type]
+    hits = [entry["hr@10"] for entry in entries(run, "validate")]
     assert hits[-1] > 2 * hits[0], "training helps the next partition"
+
+
+def test_a_partition_is_evaluated_for_new_users_and_known_items_too(replayed: Path, tmp_path: Path) -> None:
+    def validate_after(name: str, **options: Any) -> dict[str, Any]:
+        stream, run = (Path(shutil.copytree(replayed / part, tmp_path / name / part)) for part in ("stream", "run"))
+        append(stream, "date=2020-01-05", **options)
+        assert train(config_file(stream), run, "--until", "now") == 0
+        return entries(run, "validate")[-1]
+
+    first, *others = entries(replayed / "run", "validate")
+    assert first["hr@10/new_users"] == first["hr@10"]
+    assert first["unknown_targets"] == 1.0
+    assert "hr@10/known_items" not in first
+    assert not any("hr@10/new_users" in entry for entry in others), "all users have events on the first day"
+    assert all(entry["hr@10/known_items"] == entry["hr@10"] > 0 for entry in others)
+    new = validate_after("new", first_users=(60,))
+    both = validate_after("both", first_users=(0, 60))
+    assert new["samples"] < both["samples"]
+    assert new["hr@10"] == new["hr@10/new_users"] == both["hr@10/new_users"] != both["hr@10"]
+    unknown = validate_after("unknown", first_item=25)
+    assert 0.2 < unknown["unknown_targets"] < 0.8
+    hits = unknown["hr@10/known_items"] * (1 - unknown["unknown_targets"])
+    assert hits == pytest.approx(unknown["hr@10"]), "items without a row cannot be hit"
 
 
 def test_until_a_date_trains_no_later_partition(replayed: Path, tmp_path: Path) -> None:

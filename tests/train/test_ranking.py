@@ -25,7 +25,7 @@ from tests.support.training import PLACES, chosen, joined, small
 
 LABELS = ("label_click", "label_like")
 CANDIDATES = 180
-Found = tuple[dict[str, float], NDArray[Any], NDArray[Any]]
+Found = tuple[dict[str, float], NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,23 @@ def ranking(unseen: Path, **changes: Any) -> RunConfig:
 
 
 def measured(world: World, config: RunConfig, folder: str, place: str, constant: bool = False) -> Found:
-    """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, and what they are."""
+    """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, what they are, and by_parity."""
     parts = build(config, joined(world), Path(folder)).components
     ranker = Ranker(parts.module, torch.device("cpu"))
     if constant:
         ranker.model.head.get_parameter("weight").data.zero_()
     found = [ranker.predict(batch) for batch in placed(world, config, place)]
-    metrics = ranking_metrics(ranker, placed(world, config, place), parts.world)
+    metrics = ranking_metrics(ranker, placed(world, config, place), parts.world, by_parity)
     said, was = (torch.cat(values).numpy() for values in zip(*found, strict=True))
-    return metrics, said, was
+    odd = torch.cat([by_parity(batch)["odd"] for batch in placed(world, config, place)]).numpy()
+    return metrics, said, was, odd
+
+
+def by_parity(batch: Batch) -> dict[str, torch.Tensor]:
+    """Groups of candidates: those of users with an odd number, and one without members."""
+    assert batch.candidates is not None
+    odd = (batch.scalars["user_id"] % 2 == 1).repeat_interleave(batch.candidates.lengths)
+    return {"odd": odd, "none": torch.zeros_like(odd)}
 
 
 def placed(world: World, config: RunConfig, place: str) -> Iterator[Batch]:
@@ -86,23 +94,24 @@ def test_metrics_equal_a_direct_count_on_any_world_size_with_empty_ranks(
     groups: dict[int, Ranks], unseen: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = ranking(unseen, **changes)
-    ((alone, said, was),) = groups[1].run(measured, config, str(tmp_path), "equal")
+    ((alone, said, was, odd),) = groups[1].run(measured, config, str(tmp_path), "equal")
     assert len(said) == CANDIDATES
-    assert {name: value for name, value in alone.items() if "gauc" not in name} == pytest.approx(by_hand(said, was))
+    expected = by_hand(said, was) | {f"{name}/odd": value for name, value in by_hand(said[odd], was[odd]).items()}
+    assert {name: value for name, value in alone.items() if "gauc" not in name} == pytest.approx(expected)
     for count in (2, 4):
         for place in ("equal", "unequal", "last rank empty", "all on rank 1"):
             results = groups[count].run(measured, config, str(tmp_path), place)
-            held = [len(said) for _, said, _ in results]
+            held = [len(said) for _, said, _, _ in results]
             assert sum(held) == CANDIDATES
             assert (0 in held) == (place in ("last rank empty", "all on rank 1"))
-            for metrics, _, _ in results:
+            for metrics, _, _, _ in results:
                 assert metrics == results[0][0], "the same on all ranks"
                 assert metrics == pytest.approx(alone, abs=1e-6), (count, place)
 
 
 def test_a_constant_prediction_has_an_auc_of_one_half(groups: dict[int, Ranks], unseen: Path, tmp_path: Path) -> None:
     for count in (1, 2, 4):
-        for metrics, said, _ in groups[count].run(measured, ranking(unseen), str(tmp_path), "unequal", True):
+        for metrics, said, _, _ in groups[count].run(measured, ranking(unseen), str(tmp_path), "unequal", True):
             assert not len(said) or np.ptp(said, axis=0).max() == 0
             assert [metrics[f"auc/{label}"] for label in LABELS] == pytest.approx([0.5, 0.5], abs=1e-4)
 
@@ -116,13 +125,13 @@ def evaluated(world: World, config: RunConfig, folder: str) -> dict[str, float]:
 
 def test_a_run_is_evaluated_on_its_test_path(groups: dict[int, Ranks], log: Path, unseen: Path, tmp_path: Path) -> None:
     config = ranking(unseen)
-    ((expected, _, _),) = groups[1].run(measured, config, str(tmp_path), "equal")
+    ((expected, _, _, _),) = groups[1].run(measured, config, str(tmp_path), "equal")
     retrieval = small(log, data={"split": "none", "test_path": str(unseen)})
     (last_of_unseen,) = groups[1].run(evaluated, small(unseen), str(tmp_path))
     assert last_of_unseen["users"] > 0
     for count in (1, 2, 4):
         for found in groups[count].run(evaluated, config, str(tmp_path)):
-            assert found == pytest.approx(expected, abs=1e-6)
+            assert found == pytest.approx({n: v for n, v in expected.items() if "/odd" not in n}, abs=1e-6)
         for found in groups[count].run(evaluated, retrieval, str(tmp_path)):
             assert found == pytest.approx(last_of_unseen)
 

@@ -20,7 +20,7 @@ from tests.support.training import joined, small
 def test_metrics_are_their_definitions() -> None:
     before = torch.tensor([0, 9, 10, 49, 50, 199, 200], dtype=torch.float64)
     none = torch.zeros(7, dtype=torch.bool)
-    means = retrieval_means(retrieval_sums(TargetRanks(before, none, none)))
+    means = retrieval_means(retrieval_sums(TargetRanks(before, none, none, none)))
     assert means["hr@10"] == pytest.approx(2 / 7)
     assert means["hr@50"] == pytest.approx(4 / 7)
     assert means["hr@200"] == pytest.approx(6 / 7)

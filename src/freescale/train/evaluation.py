@@ -15,6 +15,7 @@ from freescale.data.batch import Batch, Events
 from freescale.data.dataset import Dataset
 from freescale.data.feature_schema import FeatureSchema
 from freescale.data.loader import Loader
+from freescale.data.partitions import IS_TARGET
 from freescale.data.vocabulary import FIRST_SLOT, DataIdentity
 from freescale.embedding.zero_collision_layout import EMPTY
 from freescale.errors import DataError
@@ -55,29 +56,49 @@ def build_evaluation(config: RunConfig, world: World, module: SequenceModule) ->
 
 
 def build_validation(config: RunConfig, world: World, module: SequenceModule) -> Callable[[str], dict[str, float]]:
-    """Return the function that evaluates the events of a partition; a user's first one of them is the target."""
+    """Return the function that evaluates the events of a partition; a user's first one of them is the target.
+
+    NAME/new_users and NAME/new_items are a metric over users without an event before the partition and over items
+    without a row of their own. In retrieval such items cannot be recommended: NAME/known_items leaves them out.
+    """
 
     def validate(partition: str) -> dict[str, float]:
         data = replace(config.data, path=f"{config.data.path}/{partition}", until="", split="targets", test_path="")
         loader = _test_loader(replace(config, data=data), world)
-        metrics = _compute_metrics(loader, config, world, module)
+        metrics = _compute_metrics(loader, config, world, module, by_novelty=True)
         return {("samples" if name == "users" else name): value for name, value in metrics.items()}
 
     return validate
 
 
-def _compute_metrics(loader: Loader, config: RunConfig, world: World, module: SequenceModule) -> dict[str, float]:
+def _compute_metrics(
+    loader: Loader, config: RunConfig, world: World, module: SequenceModule, *, by_novelty: bool = False
+) -> dict[str, float]:
     batches = track(loader, "evaluating", unit="batches")
     if config.task.kind != "retrieval":
-        return ranking_metrics(Ranker(module, world.device), batches, world)
+
+        def novelty(batch: Batch) -> dict[str, Tensor]:
+            assert batch.candidates is not None
+            _, unknown = number_items(module, batch.candidates["candidate_id"], loader.vocabulary.items)
+            new_user = _is_new_user(batch).repeat_interleave(batch.candidates.lengths)
+            return {"new_users": new_user, "new_items": unknown}
+
+        return ranking_metrics(Ranker(module, world.device), batches, world, novelty if by_novelty else None)
     exclude_seen = config.task.seen == "exclude"
     corpus = Corpus(module, loader.vocabulary.items, world.device, exclude_seen=exclude_seen)
-    return _retrieval_metrics(batches, corpus, world)
+    return _retrieval_metrics(batches, corpus, world, by_novelty=by_novelty)
 
 
-def _retrieval_metrics(batches: Iterator[Batch], corpus: "Corpus", world: World) -> dict[str, float]:
+def _retrieval_metrics(
+    batches: Iterator[Batch], corpus: "Corpus", world: World, *, by_novelty: bool
+) -> dict[str, float]:
     sums = world.transport.reduce_values(sum_retrieval_metrics(corpus, batches), name="metrics")
-    metrics = retrieval_means(sums)
+    of_all, of_new_users = sums.unbind()
+    metrics, new_users = retrieval_means(of_all), retrieval_means(of_new_users)
+    known = 1.0 - metrics["unknown_targets"]
+    for name in ("hr@10", "ndcg@10") if by_novelty else ():
+        metrics |= {f"{name}/known_items": metrics[name] / known} if known else {}
+        metrics |= {f"{name}/new_users": new_users[name]} if new_users["users"] else {}
     if world.is_rank_zero and metrics["seen_targets"]:
         share = f"{metrics['seen_targets']:.1%} of the held-out items are already in the user's history"
         warning_once(f'{share} and count as misses; task.seen = "allow" makes such items recommendable')
@@ -114,6 +135,15 @@ def _has_target(batch: Batch) -> bool:
     return batch.targets is not None and bool(((batch.targets.lengths > 0) & (batch.history.lengths > 0)).any())
 
 
+def _is_new_user(batch: Batch) -> Tensor:
+    """Return which samples begin with an event that their partition adds; none outside partitions."""
+    events, new = batch.history, torch.zeros_like(batch.sample_id, dtype=torch.bool)
+    if IS_TARGET in events.features:
+        has_event = events.lengths > 0
+        new[has_event] = events[IS_TARGET][events.offsets[:-1][has_event]] == 1
+    return new
+
+
 def _has_candidate(batch: Batch) -> bool:
     return batch.candidates is not None and bool((batch.candidates.lengths > 0).any())
 
@@ -139,6 +169,8 @@ class TargetRanks(NamedTuple):
     """Targets that are in the history and are therefore excluded."""
     unknown: Tensor
     """Targets outside the vocabulary, which share rows."""
+    new_user: Tensor
+    """Targets of users without an event before the partition that is evaluated."""
 
 
 class _CorpusPart(NamedTuple):
@@ -199,7 +231,8 @@ class Corpus:
             before += (scores >= target_score[:, None]).sum(1)
             at = _pairs_in_chunk(sample, item, chunk.first, len(chunk.rows))
             before.index_add_(0, at[0], -(scores[at] >= target_score[at[0]]).long())
-        return TargetRanks(before.double().masked_fill(seen | unknown, float("inf")), seen, unknown)
+        before = before.double().masked_fill(seen | unknown, float("inf"))
+        return TargetRanks(before, seen, unknown, _is_new_user(batch)[has_target])
 
     @torch.no_grad()
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
@@ -236,11 +269,7 @@ class Corpus:
         return self._model.encode_query(inputs, self.module.read_rows(inputs.ids))
 
     def _numbers(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of each item in the corpus, and which have none. The number of a dynamic id is its slot."""
-        if self.module.item_slots is None:
-            return ids, ids >= self.items
-        number = self.module.identify_items(ids)
-        return number, number == EMPTY
+        return number_items(self.module, ids, self.items)
 
     def _chunks(self) -> Iterator["_CorpusPart"]:
         """Yield all items that can be recommended."""
@@ -256,6 +285,14 @@ class Corpus:
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the item vectors that queries are compared with."""
         return self._model.encode_items(self.module.read_rows({"item": ids})["item"].lookup())
+
+
+def number_items(module: SequenceModule, ids: Tensor, items: int) -> tuple[Tensor, Tensor]:
+    """Return the number of each item in the corpus, and which have none. The number of a dynamic id is its slot."""
+    if module.item_slots is None:
+        return ids, ids >= items
+    number = module.identify_items(ids)
+    return number, number == EMPTY
 
 
 def _sample_of_events(events: Events) -> Tensor:
@@ -292,7 +329,11 @@ def retrieval_means(sums: Tensor) -> dict[str, float]:
 
 
 def sum_retrieval_metrics(corpus: Corpus, batches: Iterator[Batch]) -> Tensor:
-    """Sum the retrieval metrics over this rank's samples."""
-    empty = torch.zeros(0, dtype=torch.float64)
-    start = retrieval_sums(TargetRanks(empty, empty, empty))
-    return sum((retrieval_sums(corpus.target_ranks(batch)).cpu() for batch in batches), start=start)
+    """Sum the retrieval metrics over this rank's samples: of all users, and of new ones."""
+    empty, none = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
+    sums = torch.stack([retrieval_sums(TargetRanks(empty, none, none, none))] * 2)
+    for batch in batches:
+        ranks = corpus.target_ranks(batch)
+        of_new_users = TargetRanks(*(values[ranks.new_user] for values in ranks))
+        sums += torch.stack([retrieval_sums(ranks), retrieval_sums(of_new_users)]).cpu()
+    return sums

@@ -5,7 +5,7 @@ of predictions over sum of labels). Per number: mean squared error, and the same
 count as half a correct order. NaN is no label.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,23 +52,36 @@ class Ranker:
         return self.module.model
 
 
-def ranking_metrics(ranker: Ranker, batches: Iterator[Batch], world: World) -> dict[str, float]:
-    """Return the metrics of every task over the batches of all ranks. A rank may have no candidate."""
+def ranking_metrics(
+    ranker: Ranker,
+    batches: Iterator[Batch],
+    world: World,
+    groups: Callable[[Batch], dict[str, Tensor]] | None = None,
+) -> dict[str, float]:
+    """Return the metrics of every task over the batches of all ranks. A rank may have no candidate.
+
+    `groups`: which candidates of a batch belong to a group; its metrics are METRIC/LABEL/GROUP. Called by all ranks.
+    """
     tasks = len(ranker.model.task.labels)
-    users, predictions, labels = [], [], []
+    users, predictions, labels, members = [], [], [], []
     for batch in batches:
         assert batch.candidates is not None
-        predicted, known = ranker.predict(batch)
+        outputs, known = ranker.predict(batch)
         users.append(batch.scalars["user_id"].repeat_interleave(batch.candidates.lengths).cpu())
-        predictions.append(predicted.cpu())
+        predictions.append(outputs.cpu())
         labels.append(known.cpu())
+        members.append(groups(batch) if groups else {})
     empty = torch.empty(0, tasks, dtype=torch.float64)
-    gathered = (
-        _gather(torch.cat([torch.empty(0, dtype=torch.int64), *users]), world),
-        _gather(torch.cat([empty, *predictions]), world),
-        _gather(torch.cat([empty, *labels]), world),
-    )
-    return compute_metrics(*gathered, ranker.model.task)
+    user = _gather(torch.cat([torch.empty(0, dtype=torch.int64), *users]), world)
+    predicted = _gather(torch.cat([empty, *predictions]), world)
+    label = _gather(torch.cat([empty, *labels]), world)
+    metrics = compute_metrics(user, predicted, label, ranker.model.task)
+    for name in members[0] if members else ():
+        inside = _gather(torch.cat([of_batch[name].cpu() for of_batch in members]).long(), world).astype(bool)
+        if inside.any():
+            of_group = compute_metrics(user[inside], predicted[inside], label[inside], ranker.model.task)
+            metrics |= {f"{metric}/{name}": value for metric, value in of_group.items()}
+    return metrics
 
 
 def _gather(values: Tensor, world: World) -> NDArray[np.generic]:
