@@ -207,7 +207,7 @@ def test_the_deferred_thread_ends_with_its_executor(closed: bool) -> None:
         return [thread.name for thread in threading.enumerate()]
 
     before = names().count("freescale-deferred")
-    executor: Executor[int] = Executor(overlapped(), lambda operation, batch: None, nothing)
+    executor: Executor[int] = Executor(overlapped(), lambda *_: None, nothing)
     executor.run(0, None)
     executor.synchronize()
     assert names().count("freescale-deferred") == before + 1

@@ -45,7 +45,7 @@ def ranking(unseen: Path, **changes: Any) -> RunConfig:
 
 
 def measured(world: World, config: RunConfig, folder: str, place: str, constant: bool = False) -> Found:
-    """Metrics of an untrained model over samples placed by a rule; what it says of this rank's, what they are, and by_parity."""
+    """Metrics of an untrained model over samples placed by a rule; its outputs, labels and `by_parity` of this rank."""
     parts = build(config, joined(world), Path(folder)).components
     ranker = Ranker(parts.module, torch.device("cpu"))
     if constant:
