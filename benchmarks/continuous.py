@@ -1,54 +1,56 @@
-"""Replay a log as it would have arrived: append a partition, train on it, and so on, by the real commands.
+"""Replay a log as it would have arrived: append, validate, train, publish and serve, by the real commands.
 
-    python benchmarks/continuous.py ml-1m.zip [--days 14] [--hourly 2] [--ranks 2] [--kills 20] [--out FILE.json]
+    python benchmarks/continuous.py ml-1m.zip [--days 14] [--hourly 2] [--ranks 2] [--kills 20] [--faults 10]
+                                    [--page FILE.html] [--out FILE.json]
 
-Takes the busiest days of MovieLens-1M in partitions of 6 hours, of which some days in hours. Two replays: one is
-undisturbed, in the other commands are killed with SIGKILL at random moments and started again. Their weights must be
-equal, bit for bit. Then the model of the first half of the days is evaluated on the days after it, beside the one that
-went on: HR@10 of the next event of each user in a partition, before the partition is trained on, by day.
+Takes the busiest days of MovieLens-1M in partitions of 6 hours, of which some days in hours. Two replays, both by the
+loop of `examples/continuous_loop.py`. One is undisturbed, on the local disk, and a server follows it. In the other the
+data and the versions are in an object store with errors, delays and truncated answers, and commands are killed with
+SIGKILL at random moments and started again. Their weights and published versions must be equal, bit for bit. Then a
+model that was trained once, on the first half of the days, is evaluated on the days after it.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
+from examples.continuous_loop import HOUR, Events, Loop, TimedLoop, write_page
+from tests.support.faulty_http import FaultyProxy
+from tests.support.object_store import BUCKET, address, install_packages, object_store
 
 import record
 from freescale.checkpoint.checkpoints import complete_checkpoints
-from freescale.config import (
-    DataConfig,
-    FeatureConfig,
-    ModelConfig,
-    RunConfig,
-    TablesConfig,
-    TaskConfig,
-    TrainConfig,
-    save,
-)
 from freescale.data.dataset import Dataset
 from freescale.data.partitions import IS_TARGET
 from freescale.errors import NOTHING_NEW
+from freescale.serving import serve
+from freescale.serving.follow import Follower
 
-DAY, HOUR = 86_400, 3_600
-FREESCALE = [sys.executable, "-m", "freescale"]
+DAY, ROWS = 86_400, 8192
 
 
-class Piece(NamedTuple):
+class Partition(NamedTuple):
     """The events of one partition."""
 
     name: str
     events: pl.DataFrame
+
+    def rows(self) -> Events:
+        """Return the events as the loop takes them."""
+        return list(self.events.iter_rows())
 
 
 def busiest_days(log: Path, days: int) -> pl.DataFrame:
@@ -62,7 +64,7 @@ def busiest_days(log: Path, days: int) -> pl.DataFrame:
     return events.filter(pl.col("timestamp").is_between(first * DAY, (first + days) * DAY, closed="left"))
 
 
-def cut(events: pl.DataFrame, hourly: int) -> list[Piece]:
+def cut(events: pl.DataFrame, hourly: int) -> list[Partition]:
     """Cut days into partitions of 6 hours, and the days in the middle into hours."""
     first, last = int(events["timestamp"].min()) // DAY, int(events["timestamp"].max()) // DAY  # type: ignore[arg-type]
     middle = range((first + last) // 2, (first + last) // 2 + hourly)
@@ -71,73 +73,80 @@ def cut(events: pl.DataFrame, hourly: int) -> list[Piece]:
         for day in range(first, last + 1)
         for at in range(day * DAY, (day + 1) * DAY, HOUR if day in middle else 6 * HOUR)
     ]
-    pieces = []
+    partitions = []
     for begin, end in pairwise([*bounds, (last + 1) * DAY]):
         inside = events.filter(pl.col("timestamp").is_between(begin, end, closed="left"))
         day = time.strftime("%Y-%m-%d", time.gmtime(begin))
         if len(inside):
-            pieces.append(Piece(f"date={day}/hour={begin % DAY // HOUR:02d}", inside))
-    return pieces
+            partitions.append(Partition(f"date={day}/hour={begin % DAY // HOUR:02d}", inside))
+    return partitions
 
 
-class Replay:
-    """The data set and the run of one replay."""
+class Killer:
+    """Runs commands, and kills some of them at random moments before it lets them end."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, kills: int) -> None:
-        folder.mkdir(parents=True)
-        self.stream, self.run, self._toml = folder / "stream", folder / "run", folder / "run.toml"
-        self._folder, self._options, self._kills = folder, options, kills
+    def __init__(self, kills: int, commands: int, environment: dict[str, str]) -> None:
+        self._kills, self._left, self._environment = kills, commands, environment
         self._rng, self.killed = np.random.default_rng(3), Counter[str]()
-        self.seconds, self._last = defaultdict[str, float](float), defaultdict[str, float](lambda: 10.0)
-        data = DataConfig(path=str(self.stream), order="log", split="none", global_batch=64, max_history=100)
-        config = RunConfig(
-            data=data,
-            model=ModelConfig(dim=32, layers=2),
-            task=TaskConfig(negatives=64),
-            features={"item": FeatureConfig(ids="dynamic", rows=8192, eviction="lru")},
-            tables=TablesConfig(lr=0.05),
-            train=TrainConfig(log_every=10, save_every=10),
-        )
-        save(config, self._toml)
+        self._last = defaultdict[str, float](lambda: 10.0)
 
-    def add(self, number: int, piece: Piece) -> None:
-        """Append a partition and train on it."""
-        log = self._folder / "log.csv"
-        piece.events.write_csv(log)
-        words = ["data", "import", "events", log, self.stream, "--append", piece.name, "--raw-ids", "item_id"]
-        self._command("append", number, [*words, "--max-history", 100, "--quiet"])
-        ranks = ["--nproc", self._options.ranks, "--restarts", 0]
-        self._command("train", number, ["train", self._toml, "--out", self.run, "--until", "now", *ranks, "--quiet"])
-
-    def _command(self, what: str, number: int, words: list[Any]) -> None:
-        """Run a command until it ends by itself. Kills are spread over all partitions."""
-        left = self._options.partitions - number
-        while self._kills > sum(self.killed.values()) and self._rng.random() < self._share(left):
-            process = subprocess.Popen([*FREESCALE, *map(str, words)], start_new_session=True)
-            time.sleep(self._rng.random() * self._last[what])
-            self.killed[what] += process.poll() is None
+    def run(self, words: Sequence[Any]) -> None:
+        """Run a command until it ends by itself."""
+        command, name = [sys.executable, "-m", "freescale", *map(str, words), "--quiet"], words[0]
+        while self._rng.random() < min(0.8, (self._kills - self.killed.total()) / max(1, self._left)):
+            process = subprocess.Popen(command, env=self._environment, start_new_session=True)
+            time.sleep(self._rng.random() * self._last[name])
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                self.killed[name] += 1
             process.wait()
+        self._left -= 1
         began = time.perf_counter()
-        code = subprocess.run([*FREESCALE, *map(str, words)], check=False).returncode
+        code = subprocess.run(command, env=self._environment, check=False).returncode
         if code not in (0, NOTHING_NEW):
-            raise SystemExit(f"{what} ended with exit code {code}")
-        self._last[what] = time.perf_counter() - began
-        self.seconds[what] += self._last[what]
+            raise SystemExit(f"{name} ended with exit code {code}")
+        self._last[name] = time.perf_counter() - began
 
-    def _share(self, left: int) -> float:
-        return min(0.9, (self._kills - sum(self.killed.values())) / max(1, 2 * left) * 1.5)
 
-    def weights(self) -> list[bytes]:
-        """Return all that the newest checkpoint holds."""
-        newest = complete_checkpoints(self.run / "checkpoints")[-1]
-        return [path.read_bytes() for path in sorted(newest.glob("*.bytes"))]
+def replay_disturbed(folder: Path, partitions: list[Partition], options: argparse.Namespace) -> dict[str, Any]:
+    """Replay in an object store with faults and kills; return what is compared with the undisturbed replay."""
+    with tempfile.TemporaryDirectory() as packages:
+        environment = install_packages(Path(packages))
+        with object_store(environment) as port:
+            proxy = FaultyProxy(port, rate=options.faults / (60 * len(partitions)), most=options.faults, seed=1)
+            environment["AWS_ENDPOINT_URL"] = address(proxy.port)
+            killer = Killer(options.kills, 3 * len(partitions), environment)
+            loop = Loop(folder, ranks=options.ranks, rows=ROWS, addresses=f"s3://{BUCKET}", run=killer.run)
+            for partition in partitions:
+                loop.add(partition.name, partition.rows())
+            proxy.close()
+            get = f"import s3fs; s3fs.S3FileSystem().get('{BUCKET}/versions', '{folder}/versions', recursive=True)"
+            direct = environment | {"AWS_ENDPOINT_URL": address(port)}
+            subprocess.run([sys.executable, "-c", get], env=direct, check=True)
+    found = {"kills": dict(killer.killed), "faults": dict(proxy.counts)}
+    return found | {"weights": weights(loop), "served": served(str(folder / "versions")), "metrics": validated(loop)}
 
-    def validated(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of each partition before it was trained."""
-        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
-        return {entry["partition"]: entry for entry in lines if entry["kind"] == "validate"}
+
+def weights(loop: Loop) -> list[bytes]:
+    """Return all that the newest checkpoint holds."""
+    newest = complete_checkpoints(loop.run / "checkpoints")[-1]
+    return [path.read_bytes() for path in sorted(newest.glob("*.bytes"))]
+
+
+def served(versions: str) -> dict[str, bytes]:
+    """Return the weights of the newest version, as a server has them after all deltas."""
+    follower = Follower(versions, serve)
+    if not follower.poll():
+        raise SystemExit(f"the newest version cannot be served: {follower.error}")
+    model = follower.model
+    rows = {f"{name}.ids": np.concatenate(slots) for name, slots in model.slots.items()}
+    return {name: np.asarray(value).tobytes() for name, value in (model.weights | rows).items()}
+
+
+def validated(loop: Loop) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each partition before it was trained."""
+    entries = ({k: v for k, v in entry.items() if k != "time"} for entry in loop.metrics("validate"))
+    return {entry["partition"]: entry for entry in entries}
 
 
 def count_targets(stream: Path) -> Counter[tuple[int, int, int]]:
@@ -160,7 +169,7 @@ def evaluate_once_trained(run: Path, partitions: list[str]) -> dict[str, dict[st
     return found
 
 
-def by_day(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
+def by_day(metrics: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return HR@10 of each day."""
     hits, samples = defaultdict[str, float](float), Counter[str]()
     for name, values in metrics.items():
@@ -177,38 +186,49 @@ def main() -> None:
     parser.add_argument("--hourly", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("runs/continuous"))
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    pieces = cut(busiest_days(options.log, options.days), options.hourly)
-    options.partitions = len(pieces)
-    half = f"{sorted({piece.name.split('/')[0] for piece in pieces})[options.days // 2 - 1]}/hour=99"
-    undisturbed, once = Replay(options.folder / "undisturbed", options, 0), options.folder / "once"
-    for number, piece in enumerate(pieces):
-        undisturbed.add(number, piece)
-    words = ["train", options.folder / "undisturbed" / "run.toml", "--out", once, "--until", half, "--quiet"]
-    subprocess.run([*FREESCALE, *map(str, words), "--nproc", str(options.ranks)], check=True)
-    later = [piece.name for piece in pieces if piece.name > half]
-    disturbed = Replay(options.folder / "disturbed", options, options.kills)
-    for number, piece in enumerate(pieces):
-        disturbed.add(number, piece)
-    targets = count_targets(undisturbed.stream)
-    events = Counter(event for piece in pieces for event in piece.events.iter_rows())
-    validated = undisturbed.validated()
+    partitions = cut(busiest_days(options.log, options.days), options.hourly)
+    half = sorted({one.name.split("/")[0] for one in partitions})[options.days // 2 - 1]
+    timed = TimedLoop(options.folder / "undisturbed", ranks=options.ranks, rows=ROWS)
+    rounds = [timed.add(one.name, one.rows()) for one in partitions]
+    loop = timed.loop
+
+    once = options.folder / "once"
+    words = ["train", loop.toml, "--out", once, "--until", f"{half}/hour=99", "--nproc", options.ranks, "--quiet"]
+    subprocess.run([sys.executable, "-m", "freescale", *map(str, words)], check=True)
+    later = [one.name for one in partitions if one.name.split("/")[0] > half]
+    continued, trained_once = validated(loop), evaluate_once_trained(once, later)
+
+    disturbed = replay_disturbed(options.folder / "disturbed", partitions, options)
+    targets = count_targets(Path(loop.stream))
+    events = Counter(event for one in partitions for event in one.rows())
+    staleness = [one.staleness for one in rounds]
     result = {
         "events": sum(events.values()),
-        "partitions": len(pieces),
+        "partitions": len(partitions),
         "targets": sum(targets.values()),
         "targets_twice": sum(count > 1 for count in targets.values()),
         "events_without_target": len(events.keys() - targets.keys()),
-        "kills": dict(disturbed.killed),
-        "bitwise": disturbed.weights() == undisturbed.weights() and disturbed.validated().keys() == validated.keys(),
-        "seconds": {what: round(undisturbed.seconds[what] / len(pieces), 1) for what in ("append", "train")},
-        "hr@10 continued": by_day({name: validated[name] for name in later}),
-        "hr@10 trained once": by_day(evaluate_once_trained(once, later)),
-        "rows": Dataset(str(undisturbed.stream)).rows,
+        "kills": disturbed["kills"],
+        "faults": disturbed["faults"],
+        "bitwise_weights": disturbed["weights"] == weights(loop),
+        "bitwise_served": disturbed["served"] == served(loop.versions),
+        "same_metrics": disturbed["metrics"] == continued,
+        "seconds": {name: round(median(one.seconds[name] for one in rounds), 1) for name in rounds[0].seconds},
+        "staleness_seconds": {"median": round(median(staleness), 1), "largest": round(max(staleness), 1)},
+        "hr@10 continued": by_day({name: continued[name] for name in later}),
+        "hr@10 trained once": by_day(trained_once),
+        "rows": Dataset(loop.stream).rows,
     }
     record.save(options.out, [result])
+    print(result)
+    if options.page is not None:
+        hits = {name: values["hr@10"] for name, values in trained_once.items()}
+        write_page(options.page, rounds, loop, {f"trained once, until {half}": hits})
 
 
 if __name__ == "__main__":
