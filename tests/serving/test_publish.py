@@ -3,6 +3,8 @@
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ def test_deltas_give_the_weights_of_a_full_export_bit_for_bit(published: History
         assert not follower.poll(), "nothing is new"
         assert (follower.version, follower.error) == (version, "")
         assert same(follower._weights, published.weights[version])
+        assert follower.model.facts["step"] == 2 + 2 * version
         answers.append(follower.model.recommend([REQUEST], k=5))
     assert len({json.dumps(answer) for answer in answers}) == VERSIONS
     name_latest(copy, 4)
@@ -98,6 +101,18 @@ def test_deltas_give_the_weights_of_a_full_export_bit_for_bit(published: History
     for version in (2, 0, 1, 4):
         late.go_back(version)
         assert late.model.recommend([REQUEST], k=5) == answers[version]
+
+
+def test_programs_hold_no_weights_and_are_loaded_once(copy: Path) -> None:
+    programs = [(copy / version_name(version) / "query.pt2").read_bytes() for version in (0, 3)]
+    assert programs[0] == programs[1], "weights have changed, the program has not"
+    follower = Follower(str(copy), serve)
+    name_latest(copy, 0)
+    assert follower.poll()
+    loaded = follower.model.programs
+    name_latest(copy, 4)
+    assert follower.poll()
+    assert follower.model.programs is loaded
 
 
 def test_a_delta_is_little_more_than_the_rows_that_changed(published: History) -> None:
@@ -168,3 +183,19 @@ def test_a_version_that_was_not_finished_is_not_read(published: History, copy: P
     assert follower.poll()
     assert follower.version == 4, "nothing but what LATEST names is read"
     assert np.isfinite(follower.model.recommend([REQUEST], k=5)[0]["score"]).all()
+
+
+def test_the_http_example_answers_at_a_share_of_its_maximum_while_versions_change(
+    published: History, tmp_path: Path
+) -> None:
+    out, script = tmp_path / "load.json", Path(__file__).parents[2] / "benchmarks" / "serving_load.py"
+    options = ["--maximum-seconds", "1", "--seconds", "6", "--every", "1.2", "--clients", "2", "--out", out]
+    subprocess.run([sys.executable, script, "--published", published.folder, *options], check=True, capture_output=True)
+    (result,) = json.loads(out.read_text())["results"]
+    maximum, held = result["maximum"], result["held"]
+    assert maximum["failed"] == held["failed"] == 0
+    assert held["asked_per_second"] == pytest.approx(0.7 * maximum["per_second"], abs=0.1)
+    assert held["requests"] == pytest.approx(6 * held["asked_per_second"], abs=3)
+    assert held["changes"] == VERSIONS - 1
+    assert held["steps_served"] == [2, 2 * VERSIONS]
+    assert 0 < held["after_changes"]["p50_ms"] <= held["after_changes"]["p99_ms"] <= held["max_ms"]

@@ -82,11 +82,12 @@ class Follower:
     def _load(self, first: int, last: int) -> None:
         """Load versions in order, and answer by the last one when all of them are valid."""
         weights, digest, model, full = self._weights, self._digest, self.model, self._full
+        facts: dict[str, Any] = {}
         for version in range(first, last + 1):
             facts = self._facts(version)
             folder = self._fetch(version, facts)
             if facts["base"] is None:
-                model, full = self._serve.Recommender(folder), version
+                model, full = self._serve.Recommender(folder, _same_programs(model, facts)), version
                 model.check()
                 weights = self._serve.read_safetensors(folder / "weights.safetensors")
             elif (facts["base"], facts["base_digest"]) != (version - 1, digest):
@@ -96,6 +97,7 @@ class Follower:
             digest = _digest(self._read(f"{version_name(version)}/version.json"))
         if last != full:
             model = self._serve.Recommender(model.folder, model.programs, weights)
+            model.facts["step"] = facts["step"]
         self._weights, self._digest, self._full, self.version, self.model = weights, digest, full, last, model
 
     def _facts(self, version: int) -> dict[str, Any]:
@@ -123,6 +125,13 @@ class Follower:
         filesystem, root = fsspec.core.url_to_fs(self._address)
         filesystem.invalidate_cache()
         return bytes(filesystem.cat_file(f"{root}/{name}"))
+
+
+def _same_programs(model: Any, facts: dict[str, Any]) -> Any:
+    """Return the programs of a model if those of a version are the same: loading them takes seconds."""
+    files = [] if model is None else [f"{name}.pt2" for name in model.programs]
+    same = files and all(facts["files"].get(name) == model.facts["files"][name]["sha256"] for name in files)
+    return model.programs if same else None
 
 
 def _digest(content: bytes) -> str:

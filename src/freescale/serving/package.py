@@ -133,6 +133,9 @@ def _write_program(served: ServedModel, program: Program, path: Path, format: Fo
         if format == "aoti":
             torch._inductor.aoti_compile_and_package(traced, package_path=str(path))
         else:
+            # Inputs are saved for their structure: with zeros for weights the same model gives the same small file.
+            zeros = {name: value.new_zeros(()).expand(value.shape) for name, value in weights.items()}
+            traced.example_inputs = ((zeros, program.example), {})
             torch.export.save(traced, path)
 
 
