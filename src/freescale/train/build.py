@@ -66,6 +66,7 @@ def train(
     folder: Path,
     *,
     resume: bool,
+    autoresume: bool = False,
     accept_changes: bool = False,
     tensorboard: bool = False,
     quiet: bool = False,
@@ -73,6 +74,7 @@ def train(
 ) -> int:
     """Train a config in a folder; returns the exit code of the command.
 
+    `autoresume`: resume if there is a checkpoint, else start.
     `until`: train on the partitions up to this one that are not trained yet, and evaluate each of them before.
     """
     newest = checkpoints.newest(folder / "checkpoints", world.transport)
@@ -85,7 +87,7 @@ def train(
             destroy_world()
             return NOTHING_NEW
     elif not restarted:
-        require_start(folder, newest, resume=resume)
+        require_start(folder, newest, resume=resume, autoresume=autoresume)
     with progress("building the model"):
         trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet, continuously=bool(until))
     if newest is not None:
