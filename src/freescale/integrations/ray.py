@@ -49,14 +49,12 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 def _folder() -> Path:
     """Return the folder of the run in Ray's storage, where Ray can refer to checkpoints without a copy."""
-    context = ray.train.get_context()
-    storage = context.get_storage()
-    folder = Path(storage.experiment_fs_path) / FOLDER
-    if storage.storage_filesystem.type_name != "local":
-        what = f"Ray's storage is {storage.storage_filesystem.type_name}, and a run needs a file system"
-        remedy = "give RunConfig(storage_path=...) a folder that all nodes see"
+    storage = ray.train.get_context().get_storage()
+    kind = storage.storage_filesystem.type_name
+    if kind != "local":
+        what, remedy = f"Ray's storage is {kind}, and a run needs a file system", "set storage_path to a shared folder"
         raise UsageError(what, where=str(storage.experiment_fs_path), remedy=remedy)
-    return folder
+    return Path(storage.experiment_fs_path) / FOLDER
 
 
 def _report(checkpoint: Path) -> None:
