@@ -1,16 +1,18 @@
 """Executes the steps of examples/kubernetes/Containerfile in a plain root, and runs the pods of train.yaml from it.
 
-    python benchmarks/container_image.py [--rounds 5] [--out FILE.json]
+    python benchmarks/container_image.py [--rounds 5] [--without-image] [--out FILE.json]
 
 The root is debootstrap's, in a temporary folder. A pod is a chroot whose command is process 1 of its own process
 numbers, as user 1000, on a network namespace of its own. Two pods of one rank train the recipe tiny with the arguments
 of the manifest. Each round sends SIGTERM to one pod and measures the time until both have saved and ended. Then a pod
 is killed with SIGKILL and started again, as the Job does. Needs root, debootstrap and iproute2.
 
+--without-image: the pods see this machine's files instead of an image, under an overlay that takes what they write.
 FREESCALE_IMAGE_BIND: files and folders of this machine that pip needs, separated by colons.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,8 +20,10 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,21 @@ class Image:
                 self._step(*line.split(maxsplit=1))
                 self.seconds[line] = round(time.perf_counter() - began, 1)
                 print(f"{self.seconds[line]:6.1f} s  {line}", flush=True)
+
+    @contextlib.contextmanager
+    def overlay(self) -> Iterator[None]:
+        """Use this machine's files, and this environment's FreeScale, instead of the steps."""
+        layers = {name: self.root.with_name(name) for name in ("upperdir", "workdir")}
+        for folder in (self.root, *layers.values()):
+            folder.mkdir()
+        options = ",".join(["lowerdir=/", *(f"{name}={folder}" for name, folder in layers.items())])
+        subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, self.root], check=True)
+        self.entrypoint = [sys.executable, "-m", "freescale"]
+        self._variables["PYTHONPATH"] = str(ROOT / "src")
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", self.root], check=True)
 
     def _step(self, kind: str, rest: str) -> None:
         if kind == "FROM":
@@ -232,17 +251,23 @@ def kill(image: Image, hosts: Lab) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without-image", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place, lab(2) as hosts:
+    with tempfile.TemporaryDirectory() as place, lab(2) as hosts, contextlib.ExitStack() as stack:
         image = Image(Path(place) / "root", IMAGE)
-        image.build()
+        if options.without_image:
+            stack.enter_context(image.overlay())
+        else:
+            image.build()
         names = [f"{ADDRESS.format(number + 1)} train-{number}.freescale" for number in range(2)]
         prepare(image)
         (image.root / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        rounds = [terminate(image, hosts, turn) for turn in range(options.rounds)]
-        for result in rounds:
-            print(json.dumps(result), flush=True)
+        rounds = []
+        for turn in range(options.rounds):
+            rounds.append(terminate(image, hosts, turn))
+            print(json.dumps(rounds[-1]), flush=True)
+            record.save(options.out, [{"image": image.seconds}, *rounds])
         assert all(result["seconds"] < GRACE and result["complete"] for result in rounds), rounds
         killed = kill(image, hosts)
         print(json.dumps(killed), flush=True)

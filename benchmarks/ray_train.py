@@ -119,6 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "FREESCALE_BENCHMARK": str(os.getpid()), "RAY_TRAIN_V2_ENABLED": "1"}
     os.environ |= {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    os.environ |= {"RAY_worker_register_timeout_seconds": "600"}  # on a busy machine, importing torch takes minutes
     results = []
     with tempfile.TemporaryDirectory() as place:
         words = flags(make_data(Path(place) / "data"))

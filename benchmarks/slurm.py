@@ -1,6 +1,9 @@
 """Runs the scripts of docs/how-to/slurm.md on a real SLURM cluster, with killed tasks, requeues and a time limit.
 
-    python benchmarks/slurm.py [--out FILE.json]
+    python benchmarks/slurm.py [--scenarios task node agents limit] [--out FILE.json]
+
+task: a task is killed. node: rank 0 is killed, and its node leaves. agents: a rank is killed that an agent started.
+limit: the time limit, scancel, and further jobs with other numbers of tasks.
 
 The cluster runs on this machine (see slurm_cluster.py). Every job trains the same run in fp64. Its weights are compared
 with those of an undisturbed job after the same step: bitwise on the same number of tasks, to rounding on another.
@@ -27,6 +30,7 @@ from watched import make_data
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "slurm.md"
 STEPS, KILLED_AFTER, EVERY = 60, 15, 10
+SCENARIOS = ("task", "node", "agents", "limit")
 TWO_TASKS = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
 
 
@@ -171,6 +175,7 @@ def _job_of(pid: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -184,12 +189,16 @@ def main() -> None:
         jobs = Jobs(cluster, Path(place))
         calm = jobs.prepare("calm")
         keep("undisturbed", jobs.finish(calm))
-        keep("a task is killed", killed_task(jobs, calm, rank=1, elsewhere=False))
-        keep("rank 0 is killed, and its node leaves", killed_task(jobs, calm, rank=0, elsewhere=True))
-        keep("a rank of an agent is killed", killed_rank_of_an_agent(jobs, calm))
-        found, limited, reached = time_limit(jobs)
-        keep("time limit, then scancel", found)
-        keep("other numbers of tasks", other_task_counts(jobs, calm, limited, reached))
+        if "task" in options.scenarios:
+            keep("a task is killed", killed_task(jobs, calm, rank=1, elsewhere=False))
+        if "node" in options.scenarios:
+            keep("rank 0 is killed, and its node leaves", killed_task(jobs, calm, rank=0, elsewhere=True))
+        if "agents" in options.scenarios:
+            keep("a rank of an agent is killed", killed_rank_of_an_agent(jobs, calm))
+        if "limit" in options.scenarios:
+            found, limited, reached = time_limit(jobs)
+            keep("time limit, then scancel", found)
+            keep("other numbers of tasks", other_task_counts(jobs, calm, limited, reached))
 
 
 if __name__ == "__main__":
