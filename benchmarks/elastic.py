@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from freescale.checkpoint import checkpoints
+from freescale.checkpoint.run_folder import checkpoint_path
 from freescale.checkpoint.tensor_files import LocalRows, read_json
 from record import save
 from watched import WatchedRun, make_data
@@ -38,9 +39,10 @@ SAMPLE_AT_SECONDS = 15.0
 """After a start, when ranks of every generation have done the same."""
 
 
-def learnt(run: Path) -> dict[str, np.ndarray]:
-    """Return all tensors of the newest checkpoint, concatenated over the ranks that wrote them."""
-    checkpoint = checkpoints.complete_checkpoints(run / "checkpoints")[-1]
+def learnt(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Return all tensors of a checkpoint, by default the newest, concatenated over the ranks that wrote them."""
+    folder = run / "checkpoints"
+    checkpoint = checkpoints.complete_checkpoints(folder)[-1] if step is None else checkpoint_path(folder, step)
     shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
     for path in checkpoint.glob("rank-*.json"):
         for piece in read_json(path):
@@ -49,6 +51,14 @@ def learnt(run: Path) -> dict[str, np.ndarray]:
     parts = {n: LocalRows.whole(torch.zeros(shapes[n][1], dtype=shapes[n][0]), replicated=True) for n in names}
     checkpoints.load(checkpoint, parts)
     return {name: part.local.numpy() for name, part in parts.items()}
+
+
+def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """Return the largest relative difference of two sets of tensors, in norm. 0: they are bitwise equal."""
+    assert a.keys() == b.keys()
+    if all(a[n].tobytes() == b[n].tobytes() for n in a):
+        return 0.0
+    return max(float(np.linalg.norm(a[n] - b[n]) / max(np.linalg.norm(a[n]), 1e-300)) for n in a)
 
 
 def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
@@ -80,9 +90,7 @@ def sizes(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
         agents.append(WatchedRun(run, elastic, **one_thread))
     codes = [agent.ended() for agent in agents]
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    a, b = learnt(folder / "calm"), learnt(run)
-    assert a.keys() == b.keys()
-    apart = max(float(np.linalg.norm(a[n] - b[n]) / max(np.linalg.norm(a[n]), 1e-300)) for n in a)
+    apart = largest_difference(learnt(folder / "calm"), learnt(run))
     return {
         "exit_codes": codes,
         "ranks": [int(line.split()[3]) for line in first.said.splitlines() if line.startswith("warning: resumed on ")],

@@ -59,7 +59,8 @@ def test_public_names_load_lazily_and_all_exist() -> None:
 
 def test_the_pinned_sets_name_exact_versions_and_nothing_else() -> None:
     files = sorted((Path(__file__).parents[1] / "requirements").iterdir())
-    assert [file.name for file in files] == ["cpu.txt", "cuda.txt", "docs.txt"]
+    names = ["cpu.txt", "cuda.txt", "docs.txt", "kubernetes.txt", "s3.txt"]
+    assert [file.name for file in files] == names
     for file in files:
         assert "==" in file.read_text()
         for line in file.read_text().splitlines():

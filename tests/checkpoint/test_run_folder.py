@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from freescale.checkpoint import run_folder
 from freescale.checkpoint.run_folder import (
     FACTS,
     LOCK,
@@ -121,6 +123,26 @@ def test_a_holder_on_another_host_is_gone_when_its_heartbeat_stops(tmp_path: Pat
     left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS + 1)
     with RunLock(tmp_path) as lock:
         lock.acquire()
+
+
+def test_a_command_that_waits_takes_over_when_no_heartbeat_comes_and_is_refused_when_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = replace(LockHolder.this_process(), system="another boot", host="node-7", pid=1)
+    monkeypatch.setattr(run_folder, "_POLL_SECONDS", 0.05)
+    left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS - 0.5)
+    began = time.monotonic()
+    with RunLock(tmp_path, waits=True) as lock:
+        lock.acquire()
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert time.monotonic() - began > 0.4
+    left_by(tmp_path, elsewhere, silent_seconds=STALE_SECONDS / 2)
+    renewed = threading.Timer(0.3, os.utime, [tmp_path / LOCK])
+    renewed.start()
+    with pytest.raises(UsageError, match="process 1 on node-7"), RunLock(tmp_path, waits=True) as lock:
+        lock.acquire()
+    assert renewed.finished.is_set()
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-7"
 
 
 def test_a_restarted_rank_zero_takes_over_the_lock_of_its_elastic_job(

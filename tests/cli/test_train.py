@@ -97,7 +97,10 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_result(
 ) -> None:
     (options, whole), out = uninterrupted, tmp_path / "stopped"
     running = subprocess.Popen(
-        [*FREESCALE, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*FREESCALE, *options, "--out", str(out), "--autoresume"],  # there is nothing to resume yet
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert running.stderr is not None
     for line in running.stderr:
@@ -111,8 +114,9 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_result(
     assert "death signal" not in said, "the launcher is quiet"
     (saved,) = checkpoints.complete_checkpoints(out / "checkpoints")[-1:]
     assert 5 <= int(saved.name.split("-")[1]) < 30
-    ended = freescale(*options, "--out", out, "--resume")
+    ended = freescale(*options, "--out", out, "--autoresume")
     assert ended.returncode == 0, ended.stderr
+    assert f"resumed from {saved}" in ended.stderr
     assert losses(out) == losses(whole)
 
 

@@ -1,10 +1,44 @@
-"""The checkpoint interval follows the cost of saving and the failure rate."""
+"""The checkpoint interval follows the cost of saving and the failure rate, and complete checkpoints are reported."""
 
 import math
+import threading
+from pathlib import Path
 
 import pytest
 
+from freescale.checkpoint.run_folder import FACTS
+from freescale.config import RunConfig
+from freescale.train.build import build
 from freescale.train.checkpoint_manager import CheckpointInterval
+from tests.support.ranks import Ranks, World
+from tests.support.training import joined, small
+
+
+def reported(world: World, config: RunConfig, folder: str) -> list[tuple[str, bool]]:
+    """Train in a thread, as Ray does; gives the checkpoints that this rank reported, and whether each was complete."""
+    trainer, found = build(config, joined(world), Path(folder), quiet=True), list[tuple[str, bool]]()
+    trainer.checkpoints.on_complete = lambda path: found.append((path.name, (path / FACTS).exists()))
+    training = threading.Thread(target=trainer.fit)
+    training.start()
+    training.join()
+    trainer.close()
+    return found
+
+
+def test_every_complete_checkpoint_is_reported_once_on_all_ranks_in_order(
+    groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    config = small(log, train={"max_steps": 8, "save_every": 3, "keep": 9})
+    expected = [(f"step-{step:08d}", True) for step in (3, 6, 8)]
+    assert groups[2].run(reported, config, str(tmp_path)) == [expected, expected]
+
+
+def test_a_checkpoint_that_was_not_written_is_not_reported(groups: dict[int, Ranks], log: Path, tmp_path: Path) -> None:
+    config = small(log, train={"max_steps": 8, "save_every": 3, "keep": 9})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000003").touch()  # a file where the folder has to be
+    expected = [("step-00000006", True), ("step-00000008", True)]
+    assert groups[2].run(reported, config, str(tmp_path)) == [expected, expected]
 
 
 def test_the_interval_follows_cost_and_observed_failures() -> None:

@@ -28,7 +28,7 @@ LOCK = "run.lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """Age of a heartbeat from which a holder on another host counts as gone."""
-_ATTEMPTS, _WAIT_SECONDS = 20, 0.05
+_ATTEMPTS, _WAIT_SECONDS, _POLL_SECONDS = 20, 0.05, 0.5
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -53,8 +53,10 @@ def require_complete(run: Path) -> Path:
     raise UsageError("the run has no complete checkpoint", where=str(run), remedy="let it train until it saves one")
 
 
-def require_start(run: Path, newest: Path | None, *, resume: bool) -> None:
-    """Refuse to overwrite an earlier run, and to resume without a checkpoint."""
+def require_start(run: Path, newest: Path | None, *, resume: bool, autoresume: bool) -> None:
+    """Refuse to overwrite an earlier run, and to resume without a checkpoint. With `autoresume` both are right."""
+    if autoresume:
+        return
     if newest is not None and not resume:
         remedy = "add --resume, or choose another --out"
         raise UsageError(f"there is a run in {run} already", where=str(newest), remedy=remedy)
@@ -104,10 +106,14 @@ _UNKNOWN_HOLDER = LockHolder(token="unreadable", host="an unknown host", system=
 
 
 class RunLock:
-    """The right to write into a folder, from `acquire` to the end of the `with` block."""
+    """The right to write into a folder, from `acquire` to the end of the `with` block.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / LOCK
+    `waits`: a holder on another host is refused only when its heartbeat was seen. A cluster may start a command again
+    on another host before the lock of a killed process is stale.
+    """
+
+    def __init__(self, folder: Path, *, waits: bool = False) -> None:
+        self._folder, self._path, self._waits = folder, folder / LOCK, waits
         self._holder = LockHolder.this_process()
         self._released = threading.Event()
         self._heartbeat: threading.Thread | None = None
@@ -161,12 +167,29 @@ class RunLock:
     def _find_stale(self) -> LockHolder | None:
         """Return the holder of a stale lock, or None if the lock was just removed or created. Raises if it lives."""
         holder, silent_seconds = _read(self._path), _age(self._path, self._folder)
+        if self._waits and holder is not None and holder.system != self._holder.system:
+            holder, silent_seconds = self._wait_for_heartbeat(holder, silent_seconds)
         if holder is None:
             time.sleep(_WAIT_SECONDS)  # its creator is about to write
             return _UNKNOWN_HOLDER if silent_seconds > STALE_SECONDS else None
         if holder.is_gone(silent_seconds=silent_seconds, asker=self._holder):
             return holder
         raise self._refusal(f"process {holder.pid} on {holder.host} has written to it since {holder.since}", self._path)
+
+    def _wait_for_heartbeat(self, holder: LockHolder, before: float) -> tuple[LockHolder | None, float]:
+        """Return the holder and the age of its heartbeat once it is renewed or stale, or the holder is another."""
+        logger.info(
+            "waiting for the lock of process %d on %s: up to %.0f s without a heartbeat",
+            holder.pid,
+            holder.host,
+            max(0.0, STALE_SECONDS - before),
+        )
+        while True:
+            other, age = _read(self._path), _age(self._path, self._folder)
+            if other != holder or age < before or age > STALE_SECONDS:
+                return other, age
+            before = age
+            time.sleep(_POLL_SECONDS)
 
     def _refusal(self, what: str, path: Path) -> UsageError:
         remedy = "choose another folder, or wait until that process has ended; if it is gone, remove this file"

@@ -26,8 +26,8 @@ def check_train(config: configs.RunConfig, out: Path, options: argparse.Namespac
         config.require_continuous()
     check_data(config)
     if not joins and not is_restart() and not options.until:
-        newest = complete_checkpoints(out / "checkpoints")[-1:]
-        require_start(out, newest[0] if newest else None, resume=options.resume)
+        newest = next(reversed(complete_checkpoints(out / "checkpoints")), None)
+        require_start(out, newest, resume=options.resume, autoresume=options.autoresume)
 
 
 def check_trained_model(run: Path, path: str | None) -> None:

@@ -21,7 +21,7 @@ _TRAIN_HELP = """Train a recipe or a TOML file; any field of the config is a fla
   freescale train hstu-ml1m --data data/ml1m --nproc 2
   freescale train run.toml --nproc 8 --hosts 2:4 --rdzv-endpoint 10.0.0.1:29400    (on every host)
   torchrun --nproc-per-node 2 -m freescale train run.toml
-  srun freescale train run.toml
+  srun freescale train run.toml --autoresume                                       (see docs/how-to/slurm.md)
   freescale train run.toml --until now             (new partitions of a data set that grows; repeat it by cron)
 """
 
@@ -64,7 +64,7 @@ def run_train(argv: Sequence[str], prog: str) -> int:
     hosts = Hosts.parse(options.hosts, options.rdzv_endpoint)
     out = options.out or Path("runs") / Path(options.source).stem
     preflight.check_train(config, out, options, joins=hosts is not None)
-    with RunLock(out) as lock:
+    with RunLock(out, waits=options.autoresume) as lock:
         words = ["train", *argv, "--data", config.data.path]
         code = launch_ranks(words, nproc=options.nproc, hosts=hosts, restarts=options.restarts, lock=lock)
         return code if code is not None else _train_on_rank(options, config, out)
@@ -90,8 +90,8 @@ def _train_on_rank(options: argparse.Namespace, config: RunConfig, out: Path) ->
         from freescale.transport.world import init_world
 
         world = init_world(timeout=config.train.timeout)
-    flags = {name: getattr(options, name) for name in ("resume", "accept_changes", "tensorboard", "quiet", "until")}
-    return train(config, world, out, **flags)
+    names = ("resume", "autoresume", "accept_changes", "tensorboard", "quiet", "until")
+    return train(config, world, out, **{name: getattr(options, name) for name in names})
 
 
 def _train_parser(prog: str) -> argparse.ArgumentParser:
@@ -106,6 +106,8 @@ def _train_parser(prog: str) -> argparse.ArgumentParser:
     until = "train partitions not yet trained, up to this one, a date, or `now`; exit code 8: there is none"
     parser.add_argument("--until", default="", metavar="PARTITION", help=until)
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in --out")
+    autoresume = "as --resume if there is a checkpoint, else start anew: for jobs that a cluster starts again"
+    parser.add_argument("--autoresume", action="store_true", help=autoresume)
     changes = "resume with values that change the training result; without this flag they are refused"
     parser.add_argument("--accept-changes", action="store_true", help=changes)
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")

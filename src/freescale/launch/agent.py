@@ -25,7 +25,7 @@ _LAST_CALL_SECONDS = 3.0
 _JOIN_SECONDS = 600.0
 _SECONDS_TO_REPORT = 6.0
 """Time for ranks that lost a peer to report it and end by themselves."""
-_SECONDS_TO_SAVE = 300.0
+SECONDS_TO_SAVE = 300.0
 
 
 class Agent:
@@ -141,7 +141,7 @@ class Agent:
     def _exit_codes(self, local: LocalRanks) -> list[int | None]:
         """Return the exit codes. After a signal, a rank that ended without saving counts as interrupted too."""
         end_requested_at = self._signaled_at or self._paused_at
-        if end_requested_at and time.monotonic() - end_requested_at > _SECONDS_TO_SAVE:
+        if end_requested_at and time.monotonic() - end_requested_at > SECONDS_TO_SAVE:
             local.end()
         lost, codes = TransportError.exit_code, local.exit_codes()  # `lost`: another rank ended first
         return [INTERRUPTED if self._signaled_at and code and (code < 0 or code == lost) else code for code in codes]

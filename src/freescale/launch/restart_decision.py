@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from freescale.errors import INTERRUPTED, NOTHING_NEW, TransportError
 
-_PERMANENT = (2, 3, 4, 6, 7, 9)
+PERMANENT = (2, 3, 4, 6, 7, 9)
 """Exit codes that a restart would repeat: wrong use, unusable data, faulty install, NaN, unwritable folder, a guard."""
 _ENDS = (INTERRUPTED, NOTHING_NEW)
 """Exit codes of ranks that ended by themselves, in agreement."""
@@ -51,7 +51,7 @@ def decide(status: HostStatus) -> RestartDecision | None:
     for end in _ENDS:
         if end in failed and all(code in (end, 0, None) for code in codes):
             return None if None in codes else RestartDecision(end)  # the others still save
-    permanent = [code for code in failed if code in _PERMANENT]
+    permanent = [code for code in failed if code in PERMANENT]
     if permanent or not status.restarts_left:
         return RestartDecision(permanent[0] if permanent else _first_cause(failed), why)
     return RestartDecision(None, why)

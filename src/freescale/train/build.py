@@ -10,7 +10,7 @@ runs/latest                   a link to the newest run
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,17 @@ def train(
     folder: Path,
     *,
     resume: bool,
+    autoresume: bool = False,
     accept_changes: bool = False,
     tensorboard: bool = False,
     quiet: bool = False,
     until: str = "",
+    on_checkpoint: Callable[[Path], None] | None = None,
 ) -> int:
     """Train a config in a folder; returns the exit code of the command.
 
+    `autoresume`: resume if there is a checkpoint, else start. `on_checkpoint`: called on all ranks with the path of
+    each checkpoint once it is complete, in the same order.
     `until`: train on the partitions up to this one that are not trained yet, and evaluate each of them before.
     """
     newest = checkpoints.newest(folder / "checkpoints", world.transport)
@@ -85,9 +89,10 @@ def train(
             destroy_world()
             return NOTHING_NEW
     elif not restarted:
-        require_start(folder, newest, resume=resume)
+        require_start(folder, newest, resume=resume, autoresume=autoresume)
     with progress("building the model"):
         trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet, continuously=bool(until))
+    trainer.checkpoints.on_complete = on_checkpoint
     if newest is not None:
         trainer.checkpoints.resume(partial(_review, trainer.components, accept_changes=accept_changes))
     elif restarted:

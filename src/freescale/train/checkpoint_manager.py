@@ -16,6 +16,7 @@ from freescale.balance.sample_exchange import Batches
 from freescale.bubbles.step_profiler import StepProfiler
 from freescale.checkpoint import checkpoints
 from freescale.checkpoint.checkpoints import CheckpointWriter
+from freescale.checkpoint.run_folder import checkpoint_path
 from freescale.checkpoint.tensor_files import CheckpointError, DamagedError, LocalRows, MismatchError
 from freescale.config import RunConfig, to_toml
 from freescale.data.vocabulary import DataIdentity, check_recorded_identity
@@ -128,6 +129,9 @@ class CheckpointManager:
         transport = new_group(timeout=self._train.timeout)  # a group of its own: training and saving run concurrently
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self._train.keep, transport=transport)
         self._interval = CheckpointInterval(hours_between_failures=self._train.hours_between_failures)
+        self.on_complete: Callable[[Path], None] | None = None
+        """Called on all ranks with each complete checkpoint, in the same order."""
+        self._saving: Path | None = None
         self._last = self._next = 0
         """Steps of the last checkpoint, and of the next one inside an epoch as chosen by rank 0."""
 
@@ -152,6 +156,7 @@ class CheckpointManager:
         self._components.step.synchronize()
         self.wait_for_last()
         self._writer.save(self._progress.done, self._tensors(), self._facts())
+        self._saving = checkpoint_path(self._writer.folder, self._progress.done)
         self._interval.record_save(time.perf_counter() - began)
         self._last = self._progress.done
 
@@ -162,10 +167,18 @@ class CheckpointManager:
         except CheckpointError as error:
             if error.__cause__ is not None or self._components.world.is_rank_zero:
                 warning_once(f"{error}\n  training continues, and tries the next checkpoint")
+            self._saving = None
+        self._report_complete()
 
     def close(self) -> None:
         """Finish saving. A failed write of the last checkpoint raises."""
         self._writer.close()
+        self._report_complete()
+
+    def _report_complete(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None and self.on_complete is not None:
+            self.on_complete(saving)
 
     def resume(self, review: Review | None = None) -> None:
         """Continue from the newest checkpoint that all ranks can read, whatever world size wrote it.

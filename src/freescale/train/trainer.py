@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,7 +51,9 @@ class Trainer:
             message = f"the run is finished at step {done}, and nothing is left to train"
             info_once(f"{message}; raise train.epochs or train.max_steps to continue")
         self._metrics.log_start(done, world_size=world.world_size, reason=self._start_reason())
-        before = {kind: signal.signal(kind, self._on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()  # in another one, its program handles signals
+        kinds = (signal.SIGINT, signal.SIGTERM) if main else ()
+        before = {kind: signal.signal(kind, self._on_signal) for kind in kinds}
         try:
             stopped = self._run()
             with world.transport.guard("bubbles"):
