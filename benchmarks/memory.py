@@ -62,13 +62,13 @@ def _values(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout, **_: object) 
     return v
 
 
-def compare(events: int, dim: int, rounds: int) -> list[dict[str, object]]:
+def compare(events: int, dim: int, rounds: int) -> list[dict[str, Any]]:
     layers = {name: Layer(rule, events, dim) for name, rule in RULES.items()}
     for layer in layers.values():
         layer.seconds()
     times = [{name: layer.seconds() for name, layer in layers.items()} for _ in range(rounds)]
     linear = {name: min(layer.linear_seconds() for _ in range(rounds)) for name, layer in layers.items()}
-    results = []
+    results: list[dict[str, Any]] = []
     for name, layer in layers.items():
         share = layer.layout.pairs / layers["full"].layout.pairs
         attention = statistics.median(one["full"] for one in times) - linear["full"]

@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {"segments": SEGMENTS, "local": LOCAL}
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = np.random.default_rng(0).choice([1, 2, 7, 8, 20, 30], 96).tolist()
     folder = tmp_path_factory.mktemp("memory")
-    write_feature_log(folder / "log", lengths)
+    write_feature_log(folder / "log", lengths, candidates=False)
     return folder / "log"
 
 
