@@ -322,16 +322,11 @@ class Batch:
         return len(self.sample_id)
 
     def visible_events(self, visibility: Visibility | None = None) -> torch.Tensor | None:
-        """Number of events that the candidates of each sample see, summed; None if each sees the whole history.
-
-        With a rule of visibility: of the tokens that the rule shows them.
-        """
+        """Number of events, or of tokens by a rule, that all candidates of a sample see; None: the whole history."""
         if self.candidates is None or ANCHOR not in self.candidates.features:
             return None
-        anchors = self.candidates[ANCHOR]
-        seen = anchors if visibility is None else visibility.seen(anchors)
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
-        return before[self.candidates.offsets].diff()
+        seen = self.candidates[ANCHOR] if visibility is None else visibility.seen(self.candidates[ANCHOR])
+        return torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])[self.candidates.offsets].diff()
 
     @property
     def step_key(self) -> int:
