@@ -41,8 +41,8 @@ from freescale.models.attention.triton_launch import (
     TileSchedule,
     attention_schedule,
     padded_width,
-    split_into_blocks,
 )
+from freescale.models.attention.visited_tiles import split_into_blocks
 from freescale.models.jagged import JaggedLayout, is_visible
 
 Shape = tuple[int, int]
@@ -70,8 +70,8 @@ _FUSED = {
 """Types of pointers; those of outputs and of their gradients vary."""
 _POINTERS = {
     "fp32": ("parts", "more_parts", "d_position", "d_time", "position", "by_cell", "time"),
-    "i64": ("spans", "limits", "query_time", "event_time"),
-    "i32": ("bucket_of_cell", "items", "joins"),
+    "i64": ("spans", "limits", "begins", "query_time", "event_time"),
+    "i32": ("bucket_of_cell", "items", "far_tiles", "joins"),
 }
 _NUMBERS = {
     "q_stride": "i32",
@@ -79,6 +79,9 @@ _NUMBERS = {
     "v_stride": "i32",
     "turns": "i32",
     "max_distance": "i32",
+    "head_keys": "i32",
+    "segment": "i32",
+    "period": "i32",
     "weight": "fp32",
 }
 
@@ -89,10 +92,10 @@ def table_config(kernel: str, width: int, operands: Operands, arch: int) -> Kern
     return KernelConfig(kernel, RECIPES.get(width, 1), width, operands, tile)
 
 
-def compiled(config: KernelConfig, arch: int, *, join: bool = False) -> tuple[Any, str]:
+def compiled(config: KernelConfig, arch: int, *, join: bool = False, rule: bool = False) -> tuple[Any, str]:
     """Return a compiled kernel, or the one that joins its parts, and what the assembler says."""
     kernel = triton_kernels.join if join else getattr(triton_kernels, config.kernel)
-    constants = config.sizes if join else config.constants
+    constants = config.sizes if join else config.constants | {"RULE": rule}
     pointers = {one: f"*{kind}" for kind, names in _POINTERS.items() for one in names}
     data = "*bf16" if config.operands == "16-bit" else "*fp32"
     signature = {

@@ -116,8 +116,9 @@ def test_anchors_are_the_labeled_events_with_the_number_of_events_before_them(la
     assert batch.sets[set_group("candidates", "candidate_tags")][""].tolist() == [0, 2, 2, 0]
     assert "candidate_artist" not in candidates.features, "what is known only after an event is no feature of a target"
     assert "label_click" not in batch.history.features
-    assert batch.visible_events is not None
-    assert batch.visible_events.tolist() == [0, 1, 0]
+    visible = batch.visible_events()
+    assert visible is not None
+    assert visible.tolist() == [0, 1, 0]
 
 
 def test_anchors_may_be_every_kth_event_or_those_after_a_time(labeled: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from freescale.models.attention import reference
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout, is_visible, time_bucket
+from freescale.visibility import Visibility
 
 SCALE = 50.0
 LONGEST = 700
@@ -26,11 +27,14 @@ class Batch(NamedTuple):
 
 
 def layout_of(
-    lengths: Sequence[int], candidates: Sequence[int] | None = None, anchors: Sequence[int] | None = None
+    lengths: Sequence[int],
+    candidates: Sequence[int] | None = None,
+    anchors: Sequence[int] | None = None,
+    visibility: Visibility | None = None,
 ) -> JaggedLayout:
     """Build samples whose events and queries have their own times."""
     counts, limits = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in (candidates, anchors))
-    layout = JaggedLayout(torch.tensor([0, *lengths]).cumsum(0), counts, anchors=limits)
+    layout = JaggedLayout(torch.tensor([0, *lengths]).cumsum(0), counts, anchors=limits, visibility=visibility)
     event = layout.position * 977 + layout.position**2
     return replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
 
@@ -48,7 +52,8 @@ def inputs(
     assert layout.times is not None
     times = layout.times
     biases = drawn(longest), drawn(TIME_BUCKETS)
-    return AttentionInputs(q, k, v, layout.spans, layout.limits, times.query, times.event, *biases, SCALE)
+    rule = layout.begins, layout.far
+    return AttentionInputs(q, k, v, layout.spans, layout.limits, times.query, times.event, *biases, SCALE, *rule)
 
 
 def upstream(like: Tensor) -> Tensor:
@@ -139,6 +144,14 @@ def random_anchors(lengths: Sequence[int], candidates: Sequence[int], seed: int)
         history = length - count
         anchors += sorted(rng.choice([0, history // 2, history, rng.randint(0, history)]) for _ in range(count))
     return anchors
+
+
+def rules() -> st.SearchStrategy[Visibility]:
+    """Draw rules of visibility: short and long segments, windows that are wider than samples, and prefixes."""
+    prefix = st.sampled_from([0, 3])
+    segments = st.builds(Visibility, st.sampled_from([1, 3, 7, 50, 190]), st.sampled_from([1, 2, 8]), prefix=prefix)
+    windows, first = st.sampled_from([1, 5, 40, 300]), st.sampled_from([0, 2, 30])
+    return segments | st.builds(Visibility, window=windows, first=first, prefix=prefix)
 
 
 @st.composite

@@ -19,8 +19,10 @@ from torch import Tensor
 from freescale.bench.attention_tuning import TileTiming, fastest_tiles
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs, AttentionProblem
 from freescale.models.attention.tiles import KERNELS, WIDTHS, Operands, Tile, TileKey, table_tile
-from freescale.models.attention.triton_launch import TileSchedule, attention_schedule, schedule_tiles, split_into_blocks
+from freescale.models.attention.triton_launch import TileSchedule, attention_schedule, schedule_tiles
+from freescale.models.attention.visited_tiles import holds_far, split_into_blocks
 from freescale.models.jagged import JaggedLayout, is_visible
+from freescale.visibility import FarKeys, Visibility
 from tests.models.attention_cases import (
     Batch,
     as_tf32,
@@ -31,6 +33,7 @@ from tests.models.attention_cases import (
     random_anchors,
     relative_error,
     rounded_result,
+    rules,
     upstream,
 )
 from tests.support.vgpu import standins
@@ -221,26 +224,41 @@ def test_kernels_accumulate_fp16_in_fp32(interpreter: ProcessPoolExecutor) -> No
     batch=batches(edges=EDGES, most=900, samples=12),
     programs=st.integers(1, 40),
     sizes=st.sampled_from([(16, 16), (32, 32), (64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]),
+    visibility=st.none() | rules(),
 )
-def test_every_visible_tile_is_scheduled_once_and_evenly(batch: Batch, programs: int, sizes: tuple[int, int]) -> None:
-    layout = layout_of(*batch)
+def test_every_visible_tile_is_scheduled_once_and_evenly(
+    batch: Batch, programs: int, sizes: tuple[int, int], visibility: Visibility | None
+) -> None:
+    layout = layout_of(*batch, visibility)
     if not batch.lengths:
         return
-    work = attention_schedule(layout.spans, layout.limits, *sizes, programs)
+    work = attention_schedule(layout.spans, layout.limits, *sizes, programs, layout.begins, layout.far)
     for dealt, by_row in ((work.rows, True), (work.columns, False)):
-        assert sorted(visited_tiles(dealt, sizes, by_row=by_row)) == visible_tiles(layout, sizes, by_row=by_row)
+        visited = visited_tiles(dealt, sizes, by_row=by_row, far=layout.far)
+        visible = visible_tiles(layout, sizes, by_row=by_row)
+        assert len(visited) == len(set(visited))
+        if visibility is None:
+            assert sorted(visited) == visible
+        else:  # a tile of queries that holds both ends of the visible ones is visited, too
+            assert set(visited) >= set(visible)
+            spare = len(visited) - len(visible)
+            assert spare <= 3 * len({tile[:2] for tile in visited}), "few tiles per block have no visible pair"
         items = dealt.items
         loads = ((items[..., 3] - items[..., 2]) * (items[..., 0] >= 0)).sum(1)
         assert loads.max() <= 1.25 * loads.double().mean() + 1, by_row
 
 
-def visited_tiles(schedule: TileSchedule, sizes: tuple[int, int], *, by_row: bool) -> list[tuple[int, int, int]]:
+def visited_tiles(
+    schedule: TileSchedule, sizes: tuple[int, int], *, by_row: bool, far: FarKeys | None = None
+) -> list[tuple[int, int, int]]:
     """Return sample, block and tile of all visits, as the kernels read them from a schedule; `sizes`: of both."""
+    holds = [] if far is None else holds_far(far, 2000, sizes[1], torch.device("cpu")).nonzero().flatten().tolist()
     tiles = []
-    for sample, block, begin, end, _, near, jump in schedule.items.flatten(0, 1).tolist():
+    for sample, block, begin, end, _, near, jump, count, shift in schedule.items.flatten(0, 1).tolist():
         own = 0 if by_row else block * sizes[0] // sizes[1]
         for tile in range(begin, end) if sample >= 0 else ():
-            tiles.append((sample, block, own + tile + (0 if tile < near else jump)))
+            place = holds[tile] if tile < count else tile + shift + (0 if tile < near else jump)
+            tiles.append((sample, block, own + place))
     return tiles
 
 
@@ -250,7 +268,13 @@ def visible_tiles(layout: JaggedLayout, sizes: tuple[int, int], *, by_row: bool)
     for sample, (first, length, _) in enumerate(layout.spans.tolist()):
         place = torch.arange(-(-length // sizes[0]) * sizes[0])
         limit = F.pad(layout.limits[first : first + length], (0, len(place) - length))
-        seen = is_visible(place[:, None], place[None, :], limit[:, None]) & (place[:, None] < length)
+        begin = (
+            None if layout.begins is None else F.pad(layout.begins[first : first + length], (0, len(place) - length))
+        )
+        seen = is_visible(
+            place[:, None], place[None, :], limit[:, None], None if begin is None else begin[:, None], layout.far
+        )
+        seen &= place[:, None] < length
         seen = seen if by_row else seen.T
         seen = seen.unflatten(0, (-1, sizes[0])).unflatten(2, (-1, sizes[1])).any(3).any(1)
         tiles += [(sample, *tile) for tile in seen.nonzero().tolist()]

@@ -3,20 +3,22 @@
 A counted cost is in multiply-adds of the matrix products of one forward pass; a backward pass is twice as much for
 every sample, so ratios do not change. Attention is causal, so a history of L events has L (L + 1) / 2 pairs; each of C
 candidates sees the history and itself, which adds C (L + 1); candidates with anchors add the sum of the anchors and C.
+With another `model.memory` than "full", tokens and pairs are those of its rule.
 
 `random_batches` estimates by Monte Carlo how long ranks wait for the slowest one. The straggler share is the paper's:
 mean idle time of a rank over the time of the iteration, 1 - mean / max.
 """
 
 import itertools
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from freescale.balance.placement import Floats, Ints
 from freescale.config import ModelConfig
+from freescale.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Cost:
     token: float = 0.0
     pair: float = 0.0
     power: float | None = None
+    visibility: Visibility | None = None
+    """What an event attends to. None: all earlier ones."""
 
     @staticmethod
     def hstu(
@@ -52,8 +56,16 @@ class Cost:
     def of_model(model: ModelConfig) -> "Cost":
         """The analytic cost of a configured model."""
         if model.kind == "sasrec":
-            return Cost.sasrec(dim=model.dim, layers=model.layers)
-        return Cost.hstu(dim=model.dim, layers=model.layers, heads=model.heads)
+            cost = Cost.sasrec(dim=model.dim, layers=model.layers)
+        else:
+            cost = Cost.hstu(dim=model.dim, layers=model.layers, heads=model.heads)
+        return replace(cost, visibility=Visibility.of_model(model))
+
+    def with_constants(
+        self, sample: float = 0.0, token: float = 0.0, pair: float = 0.0, power: float | None = None
+    ) -> "Cost":
+        """Return the cost of the same model with other constants."""
+        return Cost(sample, token, pair, power, self.visibility)
 
     @property
     def constants(self) -> tuple[float, float, float]:
@@ -62,7 +74,7 @@ class Cost:
 
     def of(self, lengths: ArrayLike, candidates: ArrayLike = 0, visible: ArrayLike | None = None) -> Floats:
         """Return the cost of each sample; the arguments are those of `sizes`."""
-        tokens, pairs = sizes(lengths, candidates, visible)
+        tokens, pairs = sizes(lengths, candidates, visible, self.visibility)
         return self.summed(1, tokens, pairs) if self.power is None else tokens**self.power
 
     def summed(self, samples: ArrayLike, tokens: ArrayLike, pairs: ArrayLike) -> Floats:
@@ -72,15 +84,51 @@ class Cost:
         return self.sample * np.asarray(samples) + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
 
 
-def sizes(lengths: ArrayLike, candidates: ArrayLike = 0, visible: ArrayLike | None = None) -> tuple[Floats, Floats]:
+def sizes(
+    lengths: ArrayLike,
+    candidates: ArrayLike = 0,
+    visible: ArrayLike | None = None,
+    visibility: Visibility | None = None,
+) -> tuple[Floats, Floats]:
     """Return the tokens of each sample, and the pairs of tokens that attend to each other.
 
-    `visible`: the sum of the anchors of each sample. By default every candidate sees the whole history.
+    `visible`: the sum over the candidates of each sample of the tokens that they see. By default every candidate comes
+    after the whole history.
     """
     history = np.asarray(lengths, dtype=np.float64)
     candidate = np.asarray(candidates, dtype=np.float64)
+    if visibility is not None:
+        seen = candidate * visibility.seen(history) if visible is None else np.asarray(visible, dtype=np.float64)
+        return visibility.tokens(history) + candidate, visibility.pairs(history) + seen + candidate
     seen = candidate * history if visible is None else np.asarray(visible, dtype=np.float64)
     return history + candidate, history * (history + 1) / 2 + seen + candidate
+
+
+class MemoryCost(NamedTuple):
+    """What a value of `model.memory` costs on some data, against attention to all earlier events."""
+
+    memory: str
+    pairs: float
+    """Visible pairs of a history, in the mean."""
+    pair_share: float
+    token_share: float
+    """Tokens, summary tokens included."""
+    work_share: float
+
+
+def memory_costs(model: ModelConfig, lengths: Ints, counts: Ints) -> list[MemoryCost]:
+    """Return the cost of every `model.memory` for histories of these lengths, with the other fields of the model."""
+    totals = []
+    for memory in get_args(get_type_hints(ModelConfig)["memory"]):
+        cost = Cost.of_model(replace(model, memory=memory))
+        tokens, pairs = sizes(lengths, visibility=cost.visibility)
+        totals.append((memory, *(float(values @ counts) for values in (pairs, tokens, cost.of(lengths)))))
+    of_all = np.maximum(totals[0][1:], 1e-300)
+    mean = 1 / max(1, int(counts.sum()))
+    return [
+        MemoryCost(memory, pairs * mean, *(np.array([pairs, tokens, work]) / of_all).tolist())
+        for memory, pairs, tokens, work in totals
+    ]
 
 
 _TERMS = 4

@@ -9,7 +9,6 @@ that of rank 0, which is gathered with its next sums.
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from freescale.balance.placement import Floats, Ints, Placement
 from freescale.config import BalanceConfig
 from freescale.errors import DataError
 from freescale.log import info_once, warning_once
+from freescale.visibility import Visibility
 
 SUMS = 5
 """Steps, samples, tokens, pairs and nanoseconds."""
@@ -67,7 +67,7 @@ class Planner:
         candidates = lengths.get("candidates", np.zeros_like(history))
         cost_model = self.cost_model
         try:
-            visible = candidates * history / 2 if self._anchored else None
+            visible = self._visible(history, candidates) if self._anchored else None
             costs, tokens = cost_model.cost.of(history, candidates, visible), history + candidates
             speeds, compute = cost_model.speeds, self._compute
             placement = assign(costs, source_rank, tokens=tokens, speeds=speeds, compute=compute, **self._limits)
@@ -76,6 +76,11 @@ class Planner:
             raise DataError("the samples of a step cannot be placed", where=str(error), remedy=remedy) from error
         self._sums += 1, placement.max_over_mean_before, placement.max_over_mean, placement.moved_tokens
         return placement
+
+    def _visible(self, history: Ints, candidates: Ints) -> Floats:
+        """Return what anchored candidates see: as after half of the history, because anchors are not known here."""
+        visibility = self.cost_model.cost.visibility
+        return candidates * (history / 2 if visibility is None else visibility.seen(history // 2))
 
     def local_stats(self) -> Sequence[int]:
         """Return what this rank contributes to the next update of the cost model; of one length on every rank."""
@@ -89,13 +94,14 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Return cost and speeds for a checkpoint."""
         speeds = self.cost_model.speeds
-        return {"cost": list(astuple(self.cost_model.cost)), "speeds": None if speeds is None else speeds.tolist()}
+        cost = self.cost_model.cost
+        return {"cost": [*cost.constants, cost.power], "speeds": None if speeds is None else speeds.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore cost and speeds. A configured cost wins unless it adapts; another world size resets the speeds."""
         speeds = state["speeds"] if len(state["speeds"] or ()) == self._world_size else None
         fixed = self._rules.cost and not self._rules.adapt
-        cost = self.cost_model.cost if fixed else Cost(*(state["cost"] or ()))
+        cost = self.cost_model.cost if fixed else self.cost_model.cost.with_constants(*(state["cost"] or ()))
         self.cost_model = CostModel(cost, None if speeds is None else np.array(speeds))
         slow = {rank: speed for rank, speed in enumerate(speeds or ()) if speed != 1}
         if slow and not self._rules.adapt and self._is_rank_zero:
@@ -150,10 +156,15 @@ class Stopwatch:
         self._lock, self._warm = threading.Lock(), False
 
     def record_samples(
-        self, step: int, lengths: ArrayLike, candidates: ArrayLike, visible: ArrayLike | None = None
+        self,
+        step: int,
+        lengths: ArrayLike,
+        candidates: ArrayLike,
+        visible: ArrayLike | None = None,
+        visibility: Visibility | None = None,
     ) -> None:
-        """Record the samples of a step by their lengths. `visible`: see `cost.sizes`."""
-        tokens, pairs = sizes(lengths, candidates, visible)
+        """Record the samples of a step by their lengths. The other arguments are those of `cost.sizes`."""
+        tokens, pairs = sizes(lengths, candidates, visible, visibility)
         self._pending[step] = len(tokens), int(tokens.sum()), int(pairs.sum())
 
     def record_time(self, step: int, nanoseconds: int) -> None:
@@ -189,7 +200,8 @@ class CostModelEstimator:
 
     def update(self, cost_model: CostModel, stats: Ints) -> CostModel:
         """Return the cost model after a round. `stats`: sums of all ranks and fits, [world_size, SUMS + 3]."""
-        sums, proposed = stats[:, :SUMS], Cost(*stats[0, SUMS:].view(np.float64).tolist())
+        sums = stats[:, :SUMS]
+        proposed = cost_model.cost.with_constants(*stats[0, SUMS:].view(np.float64).tolist())
         cost = proposed if proposed.summed(1, 1, 1) > 0 else cost_model.cost
         computed = (sums[:, 0] > 0) & (sums[:, 1] > 0) & (sums[:, 4] > 0)
         if not computed.any():

@@ -21,9 +21,11 @@ from freescale.config import RunConfig
 from freescale.data.batch import Batch
 from freescale.data.loader import Loader
 from freescale.errors import UsageError
+from freescale.models.jagged import JaggedLayout
 from freescale.models.protocol import Inputs, Model, Rows
 from freescale.train.sharded_model import SequenceModule, build_model_for, build_optimizer
 from freescale.transport.world import World
+from freescale.visibility import Visibility
 
 _STAGES = 8
 _CALIBRATION_STEPS, _REPEATS = 16, 4
@@ -111,8 +113,8 @@ class EmulatedCompute:
         """Return a model that sleeps as long as the cost model says."""
 
         def seconds(inputs: Inputs) -> tuple[float, float]:
-            lengths = inputs.layout.lengths.cpu().numpy()  # type: ignore[attr-defined]
-            total = self.step + float(self.cost.of(lengths).sum())
+            layout: JaggedLayout = inputs.layout  # type: ignore[attr-defined]
+            total = self.step + float(self.cost.summed(len(layout.lengths), layout.tokens, layout.pairs))
             return total / 3, total * 2 / 3
 
         return EmulatedModel(model, seconds)
@@ -130,7 +132,7 @@ def calibrate_compute(config: RunConfig, world: World) -> EmulatedCompute:
     if world.is_rank_zero:
         products = NormalEquations()
         for batch, least in zip(batches, np.min(seconds, axis=0), strict=True):
-            tokens, pairs = sizes(batch.history.lengths.numpy())
+            tokens, pairs = sizes(batch.history.lengths.numpy(), visibility=Visibility.of_model(config.model))
             products.add([[1.0, len(batch), tokens.sum(), pairs.sum()]], [least])
         fitted = fit(products)
         constants = torch.tensor([*fitted.cost.constants, fitted.step, fitted.error], dtype=torch.float64)

@@ -10,7 +10,7 @@ import tyro
 
 from freescale import page
 from freescale.balance.assign import Tradeoff, tolerance_curve
-from freescale.balance.cost import Cost, Imbalance, random_batches
+from freescale.balance.cost import Cost, Imbalance, MemoryCost, memory_costs, random_batches
 from freescale.cli.options import (
     Flag,
     check_all,
@@ -117,6 +117,7 @@ def _stats_values(
         "histories": stats.rows,
         "events": stats.events,
         "items": len(stats.items.values),
+        "memory": [cost._asdict() for cost in _memory_costs(options, stats)],
         "length": {"mean": stats.mean_length, "variation": stats.variation, "quantiles": quantiles},
         "popularity": {f"{share:g}": stats.top_share(share) for share in _TOP},
         "model": asdict(options.model),
@@ -148,6 +149,7 @@ def _curve_rows(curves: Curves) -> list[list[str]]:
     ]
 
 
+_MEMORY_HEADER = ["memory", "pairs per history", "of full", "tokens", "compute"]
 _CURVE_HEADER = ["ranks", "balance.tolerance", "tokens moved", "slowest / mean"]
 _BUBBLE_HEADER = ["ranks", "slowest / mean", "ranks wait", "at best", "recoverable"]
 
@@ -171,8 +173,28 @@ def _print_stats(options: StatsOptions, stats: DatasetStats, bubbles: list[Imbal
     say(f"{options.path}: {_describe_counts(stats)}")
     print_table("events per history", ["quantile", "events"], _length_rows(stats))
     print_table("popularity", ["items", "share"], _popularity_rows(stats))
+    print_table("attention by model.memory", _MEMORY_HEADER, _memory_rows(options, stats))
     print_table(_bubble_title(options), _BUBBLE_HEADER, _bubble_rows(bubbles))
     print_table("the same batches, balanced", _CURVE_HEADER, _curve_rows(curves))
+
+
+def _memory_costs(options: StatsOptions, stats: DatasetStats) -> list[MemoryCost]:
+    lengths = np.minimum(stats.lengths.values, options.max_history)
+    return memory_costs(options.model, lengths, stats.lengths.counts)
+
+
+def _memory_rows(options: StatsOptions, stats: DatasetStats) -> list[list[str]]:
+    shares = "pair_share", "token_share", "work_share"
+    return [
+        [of.memory, f"{of.pairs:,.0f}", *(f"{getattr(of, share):.1%}" for share in shares)]
+        for of in _memory_costs(options, stats)
+    ]
+
+
+def _rules_of(options: StatsOptions) -> str:
+    model = options.model
+    segments = f"segments of {model.segment} events with {model.summaries} summary tokens"
+    return f"{segments}, or the last {model.window} and the first {model.first} events"
 
 
 def _describe_counts(stats: DatasetStats) -> str:
@@ -210,6 +232,11 @@ def _stats_page(
             "What balancing such batches moves, and how long the slowest rank then takes: a higher balance.tolerance "
             "moves less.",
             page.table(_CURVE_HEADER, _curve_rows(curves)),
+        ),
+        page.section(
+            "Attention by model.memory",
+            f"What each rule costs with {_rules_of(options)}, relative to attention to all earlier events.",
+            page.table(_MEMORY_HEADER, _memory_rows(options, stats)),
         ),
         page.section(
             "Lengths",

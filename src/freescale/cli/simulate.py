@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 
 from freescale import config as configs
+from freescale.balance.cost import memory_costs
 from freescale.bubbles import records
 from freescale.cli.options import (
     Flag,
@@ -108,9 +109,13 @@ def _build_scenario(options: SimulateOptions) -> tuple[Scenario, list[str]]:
         f"{config.model.kind} with {config.model.layers} layers of {config.model.dim}.",
         f"Figures of {where.name}: see the page for their sources; assumed figures are ranges.",
     ]
+    counts = stats.lengths.counts
+    shares = ", ".join(f"{of.memory} {of.work_share:.2f}" for of in memory_costs(config.model, lengths, counts))
+    basis.append(
+        f"model.memory = {config.model.memory}. Compute of a sample by its values, relative to full: {shares}."
+    )
     if config.task.kind == "ranking":
         basis.append("The candidates of this task are left out: its steps are longer than these.")
-    counts = stats.lengths.counts
     return Scenario(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), basis
 
 

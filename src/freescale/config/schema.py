@@ -64,11 +64,23 @@ class ModelConfig:
     """Attention heads, which split dim."""
     dropout: float = 0.2
     """Dropout probability. Masks are keyed by sample, so they do not depend on the world size."""
+    memory: Literal["full", "segments", "local"] = "full"
+    """What an event attends to. full: all earlier events. segments: the events of its segment, and of earlier segments
+    only `summaries` learned tokens, which follow each segment. local: the last `window` events and the `first` ones."""
+    segment: int = 512
+    """Events of a segment; used only with memory = "segments"."""
+    summaries: int = 16
+    """Summary tokens of a segment; used only with memory = "segments"."""
+    window: int = 512
+    """Latest events that an event attends to, besides itself; used only with memory = "local"."""
+    first: int = 64
+    """First events of a history, which all later ones attend to; used only with memory = "local"."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads"):
+        for name in ("dim", "layers", "heads", "segment", "summaries", "window"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(self.dim % self.heads == 0, "model.heads", self.heads, f"a divisor of model.dim = {self.dim}")
+        require(self.first >= 0, "model.first", self.first, "0 or more")
         require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "at least 0 and below 1")
 
 

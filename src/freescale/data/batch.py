@@ -21,6 +21,7 @@ from freescale.data.order import WindowShare, concat_ranges
 from freescale.data.partitions import IS_TARGET
 from freescale.data.validation import RowGroup
 from freescale.data.vocabulary import ItemVocabulary
+from freescale.visibility import Visibility
 
 Ints = NDArray[np.int64]
 Values = NDArray[Any]
@@ -320,13 +321,12 @@ class Batch:
         """Number of samples."""
         return len(self.sample_id)
 
-    @property
-    def visible_events(self) -> torch.Tensor | None:
-        """Number of events that the candidates of each sample see, summed; None if each sees the whole history."""
+    def visible_events(self, visibility: Visibility | None = None) -> torch.Tensor | None:
+        """Number of events, or of tokens by a rule, that all candidates of a sample see; None: the whole history."""
         if self.candidates is None or ANCHOR not in self.candidates.features:
             return None
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.candidates[ANCHOR].cumsum(0)])
-        return before[self.candidates.offsets].diff()
+        seen = self.candidates[ANCHOR] if visibility is None else visibility.seen(self.candidates[ANCHOR])
+        return torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])[self.candidates.offsets].diff()
 
     @property
     def step_key(self) -> int:

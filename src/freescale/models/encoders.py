@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from freescale.config import ModelConfig
+from freescale.errors import UsageError
 from freescale.models.attention.operators import hstu_attention, softmax_attention
 from freescale.models.jagged import TIME_BUCKETS, BiasTables, JaggedLayout
 from freescale.models.keyed import Keys
@@ -20,11 +21,28 @@ class InputEmbedding(nn.Module):
         super().__init__()
         self._scale, self._dropout = config.dim**0.5, config.dropout
         self.position = nn.Parameter(torch.empty(max_seq_len, config.dim).normal_(std=config.dim**-0.5))
+        self._memory = config.memory
+        if config.memory == "segments":
+            self.summary = nn.Parameter(torch.empty(config.summaries, config.dim).normal_(std=config.dim**-0.5))
 
     def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None) -> Tensor:
-        """Embed packed events [tokens, dim]. `keys` enable dropout."""
+        """Embed packed events [tokens, dim], 0 at summary tokens, which are embedded here. `keys` enable dropout."""
         x = x * self._scale + F.embedding(layout.limits, self.position)
+        summaries = self._summaries(layout)
+        if summaries is not None:
+            tokens, place = summaries
+            x = x.index_add(0, tokens, F.embedding(place, self.summary).to(x.dtype))
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
+
+    def _summaries(self, layout: JaggedLayout | PlainLayout) -> tuple[Tensor, Tensor] | None:
+        """Return the summary tokens of a layout, which must have the rule that this model was built for."""
+        rule = layout.visibility if isinstance(layout, JaggedLayout) else None
+        given = "full" if rule is None else "segments" if rule.segment else "local"
+        if given != self._memory:
+            what = f"the model was built for model.memory = {self._memory}, but its batch is laid out for {given}"
+            remedy = "give `visibility=Visibility.of_model(config.model, ...)` to TokenMap.from_batch"
+            raise UsageError(what, remedy=remedy)
+        return layout.summaries if isinstance(layout, JaggedLayout) else None
 
 
 class Encoder(nn.Module):

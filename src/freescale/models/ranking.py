@@ -19,6 +19,7 @@ from freescale.models.jagged import JaggedLayout
 from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows
 from freescale.models.tokens import TokenMap
+from freescale.visibility import Visibility
 
 
 class PreparedFeatures(NamedTuple):
@@ -61,7 +62,9 @@ class Ranking(nn.Module):
         self.features = FeatureEmbedding(features or {}, dim, deviation=config.tables.init)
         self.tables = {"item": (items, dim), **self.features.tables}
         self._prefix = len(self.features.applicable("sample"))
-        self.encoder = build_encoder(config.model, max_seq_len=self._prefix + config.data.max_history + 1)
+        self._visibility = Visibility.of_model(config.model, prefix=self._prefix)
+        tokens = (self._visibility or Visibility(prefix=self._prefix)).tokens(config.data.max_history)
+        self.encoder = build_encoder(config.model, max_seq_len=tokens + 1)
         self.is_candidate = nn.Parameter(torch.empty(dim).normal_(std=dim**-0.5))
         self.head = build_heads(config.task, dim)
 
@@ -72,11 +75,12 @@ class Ranking(nn.Module):
     def _lay_out(self, batch: Batch) -> RankingInputs:
         assert batch.candidates is not None  # `build` refuses data without candidates
         history, candidates = batch.history, batch.candidates
-        tokens = TokenMap.from_batch(batch, prefix=self._prefix, candidates=True)
+        tokens = TokenMap.from_batch(batch, prefix=self._prefix, candidates=True, visibility=self._visibility)
         count, table_ids = len(history["item_id"]) + len(candidates["candidate_id"]), TableIds()
         both = (tokens.events, history["item_id"]), (tokens.candidates, candidates["candidate_id"])
-        size = count + len(tokens.prefix)
-        item_ids, items = tokens.place(*both, tokens=size), _without(tokens.prefix, size) if self._prefix else None
+        size = tokens.layout.tokens
+        item_ids = tokens.place(*both, tokens=size)
+        items = None if size == count else torch.cat([tokens.events, tokens.candidates]).sort().values
         table_ids.add("item", item_ids if items is None else item_ids[items])
         event = tokens.place(
             (tokens.events, history["timestamp"]), (tokens.candidates, _candidate_times(batch)), tokens=size
@@ -124,17 +128,11 @@ class Ranking(nn.Module):
     def _embed_items(self, inputs: RankingInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the item rows of all tokens, 0 for prefix tokens."""
         tokens, table = inputs.map, rows["item"]
-        size = len(tokens.events) + len(tokens.candidates)
-        items = F.embedding(table.index[:size], table.values)
+        count = len(tokens.events) + len(tokens.candidates)
+        items = F.embedding(table.index[:count], table.values)
         if inputs.items is None:
             return items
-        return items.new_zeros(size + len(tokens.prefix), items.shape[1]).index_copy(0, inputs.items, items)
-
-
-def _without(prefix: Tensor, total: int) -> Tensor:
-    """Return the tokens that are not prefix tokens, in order."""
-    is_item = torch.ones(total, dtype=torch.bool, device=prefix.device).index_fill(0, prefix, False)
-    return is_item.nonzero()[:, 0]
+        return items.new_zeros(tokens.layout.tokens, items.shape[1]).index_copy(0, inputs.items, items)
 
 
 def _candidate_times(batch: Batch) -> Tensor:

@@ -20,6 +20,7 @@ from freescale.models.keyed import Keys
 from freescale.models.protocol import Rows
 from freescale.models.sampled_softmax import sampled_softmax
 from freescale.models.tokens import TokenMap
+from freescale.visibility import Visibility
 
 _NEGATIVES_SALT = 1 << 20  # distinct from the salts of all dropout sites
 
@@ -62,8 +63,10 @@ class Retrieval(nn.Module):
         self._samples_slots = config.samples_slots
         self._actions = {name for name, feature in (features or {}).items() if feature.config.scope == "event"}
         self._prefix = len(self.features.applicable("sample"))
-        tokens = config.data.max_history * (1 + config.task.interleave)
-        self.encoder = build_encoder(config.model, max_seq_len=self._prefix + tokens)
+        shape = {"prefix": self._prefix, "per_event": 1 + config.task.interleave}
+        self._visibility = Visibility.of_model(config.model, **shape)
+        tokens = (self._visibility or Visibility(**shape)).tokens(config.data.max_history)
+        self.encoder = build_encoder(config.model, max_seq_len=tokens)
 
     def prepare(self, batch: Batch) -> RetrievalInputs:
         """Lay out a batch for training: on the host, except for the negatives."""
@@ -83,12 +86,13 @@ class Retrieval(nn.Module):
         return to_device(self._lay_out(batch.on_host), batch.device)
 
     def _lay_out(self, batch: Batch) -> RetrievalInputs:
-        tokens, ids = TokenMap.from_batch(batch, prefix=self._prefix, interleave=self._task.interleave), TableIds()
+        interleave, ids = self._task.interleave, TableIds()
+        tokens = TokenMap.from_batch(batch, prefix=self._prefix, interleave=interleave, visibility=self._visibility)
         ids.add("item", batch.history["item_id"])
         features = self.features.prepare(batch, "sample", ids), self.features.prepare(batch, "history", ids)
         event, query = batch.history["timestamp"], _query_times(batch)
-        if len(tokens.prefix) or self._task.interleave:
-            size = len(tokens.prefix) + len(event) * (1 + self._task.interleave)
+        size = tokens.layout.tokens
+        if size != len(event):
             own, both = (tokens.events, event), (event, query)
             event, query = (tokens.place(own, (tokens.actions, times), tokens=size) for times in both)
         tokens = tokens.with_times(event, query)
@@ -122,7 +126,8 @@ class Retrieval(nn.Module):
             parts.append((tokens.actions, torch.zeros_like(x) if of_actions is None else of_actions.to(x.dtype)))
         if users:
             parts.append((tokens.prefix, self.features.tokens(users, rows).flatten(0, 1).to(x.dtype)))
-        return x if len(parts) == 1 else tokens.place(*parts, tokens=sum(len(index) for index, _ in parts))
+        size = tokens.layout.tokens
+        return x if size == len(x) else tokens.place(*parts, tokens=size)
 
     def encode_query(self, inputs: RetrievalInputs, rows: Mapping[str, Rows]) -> Tensor:
         """Return the query vector of each sample, to compare with `encode_items`; 0 without events."""

@@ -1,7 +1,7 @@
 """Where prefix tokens, events and candidates of a batch are among its tokens, and when each happened.
 
 The tokens of a sample: one prefix token per user feature, the events (with interleaving each as an item token and an
-action token), then the candidates.
+action token; with `memory = "segments"` summary tokens follow each segment of events), then the candidates.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from torch import Tensor
 from freescale.data.batch import Batch, Events
 from freescale.data.feature_schema import ANCHOR
 from freescale.models.jagged import EventTimes, JaggedLayout
+from freescale.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,46 @@ class TokenMap:
     candidates: Tensor
 
     @staticmethod
-    def from_batch(batch: Batch, *, prefix: int = 0, interleave: bool = False, candidates: bool = False) -> "TokenMap":
-        """Lay out a batch without times. `prefix`: tokens before the history.
+    def from_batch(
+        batch: Batch,
+        *,
+        prefix: int = 0,
+        interleave: bool = False,
+        candidates: bool = False,
+        visibility: Visibility | None = None,
+    ) -> "TokenMap":
+        """Lay out a batch without times. `prefix`: tokens before the history. `visibility`: that of the model.
 
         A batch on the host is laid out there, so that no size has to be read from a device.
         """
-        per_event, history = 1 + interleave, batch.history
-        tokens = prefix + per_event * history.lengths
+        history, rule = batch.history, visibility or Visibility(prefix=prefix, per_event=1 + interleave)
+        tokens = rule.tokens(history.lengths)
         offered = batch.candidates if candidates else None
         counts = None if offered is None else offered.lengths
         lengths = tokens if counts is None else tokens + counts
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         first = offsets[:-1]
-        events = _places(history, first + prefix, per_event, len(history["item_id"]))
+        begin, index = _of_entries(history, first, len(history["item_id"]))
+        events = begin + rule.first_token(index)
         targets, anchors = events[:0], None
         if offered is not None:
-            targets = _places(offered, first + tokens, 1, len(offered["candidate_id"]))
-            anchors = prefix + per_event * offered[ANCHOR] if ANCHOR in offered.features else None
+            begin, index = _of_entries(offered, first + tokens, len(offered["candidate_id"]))
+            targets = begin + index
+            anchors = rule.tokens(offered[ANCHOR]) if ANCHOR in offered.features else None
         places = torch.arange(prefix, device=first.device)
-        layout = JaggedLayout(offsets, counts, anchors=anchors)
+        layout = JaggedLayout(offsets, counts, anchors=anchors, visibility=visibility)
         actions = events + 1 if interleave else events
         return TokenMap(layout, (first[:, None] + places).flatten(), events, actions, targets)
 
     def with_times(self, event: Tensor, query: Tensor) -> "TokenMap":
-        """Return the map with the times of all tokens, and with all that follows from its offsets."""
+        """Return the map with the times of all tokens, and with all that follows from its offsets.
+
+        A summary token has the time of the last event of its segment.
+        """
+        if self.layout.summaries is not None:
+            summaries, place = self.layout.summaries
+            last = event[summaries - place - 1]
+            event, query = (times.index_copy(0, summaries, last) for times in (event, query))
         return replace(self, layout=replace(self.layout, times=EventTimes(event, query)).computed())
 
     def place(self, *parts: tuple[Tensor, Tensor], tokens: int) -> Tensor:
@@ -61,7 +78,9 @@ class TokenMap:
         return placed
 
 
-def _places(events: Events, first: Tensor, step: int, count: int) -> Tensor:
-    """Return the token of each entry of a jagged group whose samples begin at token `first`."""
-    shift = (first - step * events.offsets[:-1]).repeat_interleave(events.lengths, output_size=count)
-    return torch.arange(count, device=first.device) * step + shift
+def _of_entries(events: Events, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return for each entry of a jagged group the value of its sample in `first`, and its index in the sample."""
+    sample_first, offset = (
+        x.repeat_interleave(events.lengths, output_size=count) for x in (first, events.offsets[:-1])
+    )
+    return sample_first, torch.arange(count, device=first.device) - offset

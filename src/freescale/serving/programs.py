@@ -238,6 +238,11 @@ class WithWeights(nn.Module):
 def programs_of(served: ServedModel) -> dict[str, Program]:
     """Return the programs of a model by name."""
     _require_free_names(served.model)
+    if served.config.model.memory != "full":
+        what = f'serving programs know model.memory = "full" only, and this model has "{served.config.model.memory}"'
+        raise UsageError(
+            what, remedy='use `freescale predict`, which runs every model, or train with model.memory = "full"'
+        )
     tokens, columns = served.prefix + served.per_event * _EXTENTS["events"], history_columns(served.model)
     sizes = {"length": torch.zeros(_EXTENTS["samples"], dtype=torch.int64), "position": torch.arange(tokens)}
     if isinstance(served.model, Retrieval):

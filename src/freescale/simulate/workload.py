@@ -128,7 +128,7 @@ class ModelCost:
     def from_config(config: RunConfig, stats: DatasetStats) -> "ModelCost":
         """Derive the cost from the config of a run and the statistics of its data."""
         counted, drawn = Cost.of_model(config.model), config.task.negatives if config.task.kind == "retrieval" else 0
-        cost = Cost(*config.balance.cost) if config.balance.cost else counted
+        cost = counted.with_constants(*config.balance.cost) if config.balance.cost else counted
         length = np.array([min(stats.mean_length, config.data.max_history)])
         sharded = config.tables.placement == "sharded"
         # A matrix has one product per token and weight. Positions and replicated tables come on top.

@@ -55,6 +55,7 @@ from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
 from freescale.transport.selection import TransportSelection, select_transports, transport_for_samples
 from freescale.transport.world import World, destroy_world, restart_count
+from freescale.visibility import Visibility
 
 _SAMPLED_GROUPS = 16  # row groups whose lengths decide balance.mode = "auto"
 _MIN_STEPS_PER_INTERVAL = 16  # of bubbles: shorter intervals cost more than they are worth
@@ -237,7 +238,7 @@ def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
 def _build_cost(config: RunConfig, model: Model | None) -> Cost:
     """Return the measured cost model, else one from the config. A custom model costs one unit per token."""
     if config.balance.cost:
-        return Cost(*config.balance.cost)
+        return Cost(*config.balance.cost, visibility=Visibility.of_model(config.model))
     return Cost.of_model(config.model) if model is None else Cost(token=1.0)
 
 

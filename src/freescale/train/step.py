@@ -148,7 +148,7 @@ def split_by_cost(batch: Batch, count: int, cost: Cost) -> list[Batch]:
     if count == 1:
         return [batch]
     candidates = 0 if batch.candidates is None else batch.candidates.lengths
-    costs = cost.of(batch.history.lengths, candidates, batch.visible_events)
+    costs = cost.of(batch.history.lengths, candidates, batch.visible_events(cost.visibility))
     part = assign(costs, np.zeros(len(batch)), world_size=count, strategy="lpt").rank
     return [batch.select(torch.from_numpy(np.flatnonzero(part == index))) for index in range(count)]
 

@@ -179,9 +179,11 @@ class Trainer:
         """Return the estimated cost of this rank's part of a step. The stopwatch compares it with the measured time."""
         lengths = batch.history.lengths.numpy()
         candidates = np.zeros_like(lengths) if batch.candidates is None else batch.candidates.lengths.numpy()
+        cost = self.components.cost
+        visible = batch.visible_events(cost.visibility)
         if self._stopwatch is not None:
-            self._stopwatch.record_samples(self.progress.done, lengths, candidates, batch.visible_events)
-        return float(self.components.cost.of(lengths, candidates, batch.visible_events).sum())
+            self._stopwatch.record_samples(self.progress.done, lengths, candidates, visible, cost.visibility)
+        return float(cost.of(lengths, candidates, visible).sum())
 
     def _learning_rates(self) -> LearningRates:
         factor = lr_factor(self.progress.done, self.components.steps, self._train)

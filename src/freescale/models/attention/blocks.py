@@ -9,7 +9,7 @@ ctypes, and not kept on disk.
 import ctypes
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,20 +22,15 @@ from freescale import deterministic
 from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
-from freescale.models.jagged import (
-    CELL_SHIFT,
-    EventTimes,
-    PaddedBatch,
-    compute_dtype,
-    is_visible,
-    padded_batches,
-    time_bucket_table,
-)
+from freescale.models.jagged import CELL_SHIFT, EventTimes, time_bucket_table
+from freescale.models.padded_batches import PaddedBatch, QueryBlock, compute_dtype, padded_batches
 from freescale.native import compile_and_load
+from freescale.visibility import FarKeys
 
 _MIN_PARALLEL_PAIRS = 1 << 17  # fewer pairs are done before another thread has started
 _Kernel = Callable[..., None]
 _Sums = Sequence[Sequence[Tensor]]
+_NO_FAR_KEYS = FarKeys(0, 1, 1)
 _Count, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -43,13 +38,12 @@ def forward(x: AttentionInputs) -> Tensor:
     """Return the output of HSTU attention."""
     out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     pairs, buffer = select_pairs(x), ScratchBuffer()
-    for batch in padded_batches(x.q, x.k, x.v, x.spans, x.limits, EventTimes(x.event_time, x.query_time)):
-        mixed = torch.empty_like(batch.v)
-        for rows in batch.query_blocks():
-            keys = slice(0, rows.stop)
-            weights = buffer.bmm(batch.q[:, rows], batch.k[:, keys].mT)
-            pairs.weigh_(weights, batch, rows)
-            torch.bmm(weights, batch.v[:, keys], out=mixed[:, rows])
+    for batch in _padded(x):
+        k, v, mixed = batch.plan.extend(batch.k), batch.plan.extend(batch.v), torch.empty_like(batch.v)
+        for block in batch.plan.blocks:
+            weights = buffer.bmm(batch.q[:, block.rows], batch.plan.select(k, block).mT)
+            pairs.weigh_(weights, batch, block)
+            torch.bmm(weights, batch.plan.select(v, block), out=mixed[:, block.rows])
         batch.unpad(mixed.div_(x.scale), out)
     return out
 
@@ -58,25 +52,27 @@ def backward(x: AttentionInputs, d_out: Tensor) -> AttentionGradients:
     """Return the gradients of HSTU attention."""
     d_q, d_k, d_v = (torch.empty_like(operand, memory_format=torch.contiguous_format) for operand in (x.q, x.k, x.v))
     pairs, buffer, d_buffer = select_pairs(x), ScratchBuffer(), ScratchBuffer()
-    for batch in padded_batches(x.q, x.k, x.v, x.spans, x.limits, EventTimes(x.event_time, x.query_time)):
-        gradient = batch.pad(d_out) / x.scale
-        padded_dq, padded_dk, padded_dv = (
-            torch.empty_like(batch.q),
-            torch.zeros_like(batch.k),
-            torch.zeros_like(batch.v),
-        )
-        for rows in batch.query_blocks():
-            keys = slice(0, rows.stop)
-            weights = buffer.bmm(batch.q[:, rows], batch.k[:, keys].mT)
-            d_score = d_buffer.bmm(gradient[:, rows], batch.v[:, keys].mT)
-            pairs.weigh_backward_(weights, d_score, batch, rows)
-            padded_dv[:, keys].baddbmm_(weights.mT, gradient[:, rows])
-            padded_dk[:, keys].baddbmm_(d_score.mT, batch.q[:, rows])
-            torch.bmm(d_score, batch.k[:, keys], out=padded_dq[:, rows])
-        for padded, packed in ((padded_dq, d_q), (padded_dk, d_k), (padded_dv, d_v)):
+    for batch in _padded(x):
+        plan, gradient = batch.plan, batch.pad(d_out) / x.scale
+        k, v = plan.extend(batch.k), plan.extend(batch.v)
+        padded_dq, padded_dk, padded_dv = torch.empty_like(batch.q), torch.zeros_like(k), torch.zeros_like(v)
+        for block in plan.blocks:
+            rows, keys = block.rows, plan.select(k, block)
+            weights = buffer.bmm(batch.q[:, rows], keys.mT)
+            d_score = d_buffer.bmm(gradient[:, rows], plan.select(v, block).mT)
+            pairs.weigh_backward_(weights, d_score, batch, block)
+            plan.add_products_(padded_dv, block, weights, gradient[:, rows])
+            plan.add_products_(padded_dk, block, d_score, batch.q[:, rows])
+            torch.bmm(d_score, keys, out=padded_dq[:, rows])
+        for padded, packed in ((padded_dq, d_q), (plan.fold(padded_dk), d_k), (plan.fold(padded_dv), d_v)):
             batch.unpad(padded, packed)
     d_position, d_time = pairs.bias_gradients()
     return AttentionGradients(d_q, d_k, d_v, d_position.to(x.position.dtype), d_time.to(x.time.dtype))
+
+
+def _padded(x: AttentionInputs) -> Iterator[PaddedBatch]:
+    times = EventTimes(x.event_time, x.query_time)
+    return padded_batches(x.q, x.k, x.v, x.spans, x.limits, begins=x.begins, far=x.far, times=times)
 
 
 class ScratchBuffer:
@@ -116,41 +112,43 @@ class TorchPairs:
         self._bucket_table = time_bucket_table(x.q.device)
         self._d_position, self._d_time = torch.zeros_like(self._position), torch.zeros_like(self._time)
 
-    def weigh_(self, score: Tensor, batch: PaddedBatch, rows: slice) -> None:
+    def weigh_(self, score: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
         """Replace scores by silu(score + biases), 0 for invisible pairs."""
-        _add_(score, self._biases(batch, rows, self._buckets(batch, rows)))
-        _mask_(F.silu(score, inplace=True), batch, rows)
+        _add_(score, self._biases(batch, block, self._buckets(batch, block)))
+        _mask_(F.silu(score, inplace=True), batch, block)
 
-    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, rows: slice) -> None:
+    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
         """Replace scores by weights and their gradients by those of the scores; accumulate those of the biases."""
-        buckets = self._buckets(batch, rows)
-        _add_(score, self._biases(batch, rows, buckets))
+        buckets = self._buckets(batch, block)
+        _add_(score, self._biases(batch, block, buckets))
         d_score = d_weights.copy_(torch.ops.aten.silu_backward(d_weights, score))
-        _mask_(F.silu(score, inplace=True), batch, rows)
-        _mask_(d_score, batch, rows)
+        _mask_(F.silu(score, inplace=True), batch, block)
+        _mask_(d_score, batch, block)
         by_sample = d_score.unflatten(0, (batch.samples, -1)).sum(1)
         deterministic.index_add_(self._d_time, buckets.flatten(), by_sample.flatten())
-        if batch.limits is None:
+        if _is_causal(batch):
             _add_diagonals_(by_sample.sum(0), self._d_position)
         else:
-            deterministic.index_add_(self._d_position, _distance(batch, rows).flatten(), by_sample.flatten())
+            distance = batch.distance(block).expand(by_sample.shape)
+            deterministic.index_add_(self._d_position, distance.flatten(), by_sample.flatten())
 
     def bias_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of position and time, summed over all blocks so far."""
         return self._d_position, self._d_time
 
-    def _buckets(self, batch: PaddedBatch, rows: slice) -> Tensor:
+    def _buckets(self, batch: PaddedBatch, block: QueryBlock) -> Tensor:
         """Return the time buckets [samples, queries, keys]."""
         assert batch.times is not None
-        interval = batch.times.query[:, rows, None] - batch.times.event[:, None, : rows.stop]
+        events = batch.times.event[:, batch.plan.positions(block)]
+        interval = batch.times.query[:, block.rows, None] - events[:, None]
         cells = interval.float().abs_().view(torch.int32).bitwise_right_shift_(CELL_SHIFT)
         return self._bucket_table.index_select(0, cells.flatten()).view(cells.shape)
 
-    def _biases(self, batch: PaddedBatch, rows: slice, buckets: Tensor) -> Tensor:
+    def _biases(self, batch: PaddedBatch, block: QueryBlock, buckets: Tensor) -> Tensor:
         biases = self._time.index_select(0, buckets.flatten()).view(buckets.shape)
-        if batch.limits is None:
-            return biases.add_(_position_band(self._position, rows))
-        distance = _distance(batch, rows)
+        if _is_causal(batch):
+            return biases.add_(_position_band(self._position, block.rows))
+        distance = batch.distance(block)
         return biases.add_(self._position.index_select(0, distance.flatten()).view(distance.shape))
 
 
@@ -159,13 +157,17 @@ def _add_(score: Tensor, biases: Tensor) -> None:
     score.unflatten(0, (len(biases), -1)).add_(biases[:, None])
 
 
-def _mask_(pairs: Tensor, batch: PaddedBatch, rows: slice) -> None:
+def _mask_(pairs: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
     """Set invisible pairs to 0."""
-    if batch.limits is None:
-        pairs[:, :, rows].tril_()
+    if _is_causal(batch):
+        pairs[:, :, block.rows].tril_()
     else:
-        visible = is_visible(*batch.positions(rows), batch.limits[:, rows, None])
-        pairs.unflatten(0, (batch.samples, -1)).mul_(visible[:, None])
+        pairs.unflatten(0, (batch.samples, -1)).mul_(batch.visible(block)[:, None])
+
+
+def _is_causal(batch: PaddedBatch) -> bool:
+    """Return whether every token sees itself and all earlier tokens."""
+    return batch.limits is None and batch.begins is None
 
 
 def _position_band(position: Tensor, rows: slice) -> Tensor:
@@ -183,22 +185,16 @@ def _add_diagonals_(pairs: Tensor, by_distance: Tensor) -> None:
     by_distance[:keys] += shifted.view(rows, rows + keys).sum(0)[:keys].flip(0)
 
 
-def _distance(batch: PaddedBatch, rows: slice) -> Tensor:
-    """Return distances in positions. The position of a query is its limit."""
-    _, key = batch.positions(rows)
-    assert batch.limits is not None
-    return (batch.limits[:, rows, None] - key).clamp_(min=0)
-
-
 class _PairBlock(ctypes.Structure):
     """The struct of pairs.c."""
 
     _fields_ = (
         *((name, _Count) for name in ("samples", "heads", "rows", "keys", "begin", "max_length")),
+        *((name, _Count) for name in ("far", "first", "end", "own", "head", "segment", "period")),
         *(
             (name, _Pointer)
             for name in (
-                *("history", "limits", "query_time", "event_time"),
+                *("history", "limits", "begins", "query_time", "event_time"),
                 *("time", "by_cell", "bucket_of_cell", "reversed"),
             )
         ),
@@ -224,37 +220,43 @@ class NativePairs:
         self._d_reversed = torch.zeros(self._threads, len(self._reversed), dtype=torch.float32)
         self._d_time = torch.zeros(self._threads, len(self._time), dtype=torch.float32)
 
-    def weigh_(self, score: Tensor, batch: PaddedBatch, rows: slice) -> None:
+    def weigh_(self, score: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
         """Replace scores by silu(score + biases), 0 for invisible pairs."""
-        self._run(self._library.weights, (score,), batch, rows)
+        self._run(self._library.weights, (score,), batch, block)
 
-    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, rows: slice) -> None:
+    def weigh_backward_(self, score: Tensor, d_weights: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
         """Replace scores by weights and their gradients by those of the scores; accumulate those of the biases."""
         sums = list(zip(self._d_reversed, self._d_time, strict=True))
-        self._run(self._library.gradients, (score, d_weights), batch, rows, sums)
+        self._run(self._library.gradients, (score, d_weights), batch, block, sums)
 
     def bias_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of position and time, summed over all blocks so far."""
         return self._d_reversed.sum(0).flip(0), self._d_time.sum(0)
 
     def _run(
-        self, kernel: _Kernel, scores: Sequence[Tensor], batch: PaddedBatch, rows: slice, sums: _Sums = ()
+        self, kernel: _Kernel, scores: Sequence[Tensor], batch: PaddedBatch, block: QueryBlock, sums: _Sums = ()
     ) -> None:
         """Divide the rows among threads. Each thread has its own sums."""
         times, (history, limits) = batch.times, _checked_limits(batch, len(self._reversed))
         assert times is not None
-        count, keys = rows.stop - rows.start, rows.stop
-        tables = self._time, self._by_cell, self._bucket_table, self._reversed
-        tensors = history, limits, times.query, times.event, *tables
+        rows, near, own = block.rows, block.near, block.own
+        count, keys = rows.stop - rows.start, block.keys
+        begins, far = batch.begins if batch.begins is None else batch.begins.contiguous(), batch.far or _NO_FAR_KEYS
         sizes = batch.samples, batch.heads, count, keys, rows.start, batch.bucket.max_length
-        block = _PairBlock(*sizes, *map(Tensor.data_ptr, tensors), len(self._reversed))
+        visible = block.far, near.start, near.stop, own.start, *far
+        tables = self._time, self._by_cell, self._bucket_table, self._reversed
+        tensors = history, limits, begins, times.query, times.event, *tables
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        struct = _PairBlock(*sizes, *visible, *pointers, len(self._reversed))
+        runs = keys + 3 if batch.begins is not None else 2
         threads = self._threads if scores[0].numel() >= _MIN_PARALLEL_PAIRS else 1
 
         def run_part(thread: int) -> None:
-            scratch = torch.empty(keys, dtype=torch.int32)
+            scratch = torch.empty(keys, dtype=torch.int32), torch.empty(runs, 3, dtype=torch.int64)
             first, last = (_Count(count * end // threads) for end in (thread, thread + 1))
             accumulators = [_address(total) for total in (sums[thread] if sums else ())]
-            kernel(ctypes.byref(block), *map(_address, scores), first, last, _address(scratch), *accumulators)
+            addresses = *map(_address, scores), first, last, *map(_address, scratch), *accumulators
+            kernel(ctypes.byref(struct), *addresses)
 
         if threads == 1:
             run_part(0)

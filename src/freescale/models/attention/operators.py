@@ -6,6 +6,7 @@ of the layout. Flash attention for jagged batches is not used: its backward adds
 differ.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +18,10 @@ from freescale.kernel_selection import has_triton
 from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
-from freescale.models.jagged import BiasTables, JaggedLayout, PaddedBatch, is_visible, padded_batches
+from freescale.models.jagged import BiasTables, JaggedLayout
+from freescale.models.padded_batches import PaddedBatch, QueryBlock, padded_batches
 from freescale.models.plain_layout import PlainLayout
+from freescale.visibility import FarKeys
 
 _NAME = "freescale::hstu_attention"
 
@@ -31,9 +34,8 @@ def hstu_attention(
         return layout.hstu(q, k, v, bias, scale)
     assert layout.times is not None
     times = layout.times
-    return hstu_operator(
-        q, k, v, layout.spans, layout.limits, times.query, times.event, bias.position, bias.time, scale
-    )
+    arguments = layout.spans, layout.limits, times.query, times.event, bias.position, bias.time, scale
+    return hstu_operator(q, k, v, *arguments, layout.begins, _numbers(layout.far))
 
 
 def select_implementation(q: Tensor) -> ModuleType:
@@ -53,10 +55,12 @@ def select_implementation(q: Tensor) -> ModuleType:
 @torch.library.custom_op(_NAME, mutates_args=())
 def hstu_operator(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor, query_time: Tensor, event_time: Tensor,
-    position: Tensor, time: Tensor, scale: float,
+    position: Tensor, time: Tensor, scale: float, begins: Tensor | None = None, far: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the output of HSTU attention."""
-    inputs = AttentionInputs(q, k, v, spans, limits, query_time, event_time, position, time, scale)
+    inputs = AttentionInputs(
+        q, k, v, spans, limits, query_time, event_time, position, time, scale, begins, _far_keys(far)
+    )
     return select_implementation(q).forward(inputs)
 
 
@@ -64,21 +68,33 @@ def hstu_operator(
 def hstu_operator_backward(
     d_out: Tensor,
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor, query_time: Tensor, event_time: Tensor,
-    position: Tensor, time: Tensor, scale: float,
+    position: Tensor, time: Tensor, scale: float, begins: Tensor | None = None, far: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, position and time."""
-    inputs = AttentionInputs(q, k, v, spans, limits, query_time, event_time, position, time, scale)
+    inputs = AttentionInputs(
+        q, k, v, spans, limits, query_time, event_time, position, time, scale, begins, _far_keys(far)
+    )
     return tuple(select_implementation(q).backward(inputs, d_out))  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch passes it
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, begins, ctx.far = inputs
+    ctx.save_for_backward(*tensors, begins)
 
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    grads = AttentionGradients(*hstu_operator_backward(d_out, *ctx.saved_tensors, ctx.scale))
-    return grads.q, grads.k, grads.v, None, None, None, None, grads.position, grads.time, None
+    *tensors, begins = ctx.saved_tensors
+    grads = AttentionGradients(*hstu_operator_backward(d_out, *tensors, ctx.scale, begins, ctx.far))
+    return grads.q, grads.k, grads.v, None, None, None, None, grads.position, grads.time, None, None, None
+
+
+def _numbers(far: FarKeys | None) -> list[int] | None:
+    """Return far keys as operators take them."""
+    return None if far is None else list(far)
+
+
+def _far_keys(numbers: Sequence[int] | None) -> FarKeys | None:
+    return None if numbers is None else FarKeys(*numbers)
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -94,15 +110,21 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, layout: JaggedLayout | Pl
     """Scaled dot-product attention. Tensors are [tokens, heads, width]."""
     if not isinstance(layout, JaggedLayout):
         return layout.softmax(q, k, v)
-    return softmax_operator(q, k, v, layout.spans, layout.limits)
+    return softmax_operator(q, k, v, layout.spans, layout.limits, layout.begins, _numbers(layout.far))
 
 
 @torch.library.custom_op("freescale::softmax_attention", mutates_args=())
-def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor) -> Tensor:
+def softmax_operator(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor,
+    begins: Tensor | None = None, far: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Return the output of softmax attention, by blocks of queries of padded batches."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    for batch in padded_batches(q, k, v, spans, limits):
-        operands = ((_block_operands(batch, rows), _mask(batch, rows)) for rows in batch.query_blocks())
+    for batch in padded_batches(q, k, v, spans, limits, begins=begins, far=_far_keys(far)):
+        keys, values = batch.plan.extend(batch.k), batch.plan.extend(batch.v)
+        operands = (
+            (_block_operands(batch, block, keys, values), batch.visible(block)[:, None]) for block in batch.plan.blocks
+        )
         parts = [F.scaled_dot_product_attention(*qkv, attn_mask=mask) for qkv, mask in operands]
         batch.unpad(torch.cat(parts, dim=2).flatten(0, 1), out)
     return out
@@ -110,48 +132,47 @@ def softmax_operator(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Ten
 
 @torch.library.custom_op("freescale::softmax_attention_backward", mutates_args=())
 def softmax_operator_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, limits: Tensor,
+    begins: Tensor | None = None, far: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v. Scores are recomputed."""
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for batch in padded_batches(q, k, v, spans, limits):
-        gradient = batch.pad(d_out)
-        padded_dq, padded_dk, padded_dv = (
-            torch.empty_like(batch.q),
-            torch.zeros_like(batch.k),
-            torch.zeros_like(batch.v),
-        )
-        for rows in batch.query_blocks():
-            keys = slice(0, rows.stop)
+    for batch in padded_batches(q, k, v, spans, limits, begins=begins, far=_far_keys(far)):
+        plan, gradient = batch.plan, batch.pad(d_out)
+        extended_k, extended_v = plan.extend(batch.k), plan.extend(batch.v)
+        padded_dq = torch.empty_like(batch.q)
+        padded_dk, padded_dv = torch.zeros_like(extended_k), torch.zeros_like(extended_v)
+        for block in plan.blocks:
+            rows, keys = block.rows, plan.select(extended_k, block)
             queries, d_mixed = batch.q[:, rows] / q.shape[-1] ** 0.5, gradient[:, rows]
-            score = (queries @ batch.k[:, keys].mT).unflatten(0, (batch.samples, -1))
-            weights = score.masked_fill_(~_mask(batch, rows), float("-inf")).flatten(0, 1).softmax(-1)
-            padded_dv[:, keys].baddbmm_(weights.mT, d_mixed)
-            d_weights = d_mixed @ batch.v[:, keys].mT
+            score = (queries @ keys.mT).unflatten(0, (batch.samples, -1))
+            visible = batch.visible(block)[:, None]
+            weights = score.masked_fill_(~visible, float("-inf")).flatten(0, 1).softmax(-1)
+            plan.add_products_(padded_dv, block, weights, d_mixed)
+            d_weights = d_mixed @ plan.select(extended_v, block).mT
             d_score = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-            padded_dk[:, keys].baddbmm_(d_score.mT, queries)
-            torch.bmm(d_score, batch.k[:, keys], out=padded_dq[:, rows])
-        for padded, packed in ((padded_dq.div_(q.shape[-1] ** 0.5), d_q), (padded_dk, d_k), (padded_dv, d_v)):
+            plan.add_products_(padded_dk, block, d_score, queries)
+            torch.bmm(d_score, keys, out=padded_dq[:, rows])
+        gradients = padded_dq.div_(q.shape[-1] ** 0.5), plan.fold(padded_dk), plan.fold(padded_dv)
+        for padded, packed in zip(gradients, (d_q, d_k, d_v), strict=True):
             batch.unpad(padded, packed)
     return d_q, d_k, d_v
 
 
-def _block_operands(batch: PaddedBatch, rows: slice) -> list[Tensor]:
-    """Return the queries of a block and the keys and values up to its end: [samples, heads, places, width]."""
-    parts = (batch.q[:, rows], batch.k[:, : rows.stop], batch.v[:, : rows.stop])
-    return [part.unflatten(0, (batch.samples, -1)) for part in parts]
+def _block_operands(batch: PaddedBatch, block: QueryBlock, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Return the queries of a block, its keys and their values: [samples, heads, places, width]."""
+    selected = (batch.plan.select(x, block) for x in (keys, values))
+    return [part.unflatten(0, (batch.samples, -1)) for part in (batch.q[:, block.rows], *selected)]
 
 
-def _mask(batch: PaddedBatch, rows: slice) -> Tensor:
-    """Return the visible pairs of a block: [samples or 1, 1, queries, keys]."""
-    query, key = batch.positions(rows)
-    limits = query[None] if batch.limits is None else batch.limits[:, rows, None]
-    return is_visible(query, key, limits)[:, None]
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  torch passes it
+    *tensors, ctx.far = inputs
+    ctx.save_for_backward(*tensors)
 
 
 softmax_operator.register_autograd(
-    lambda ctx, d_out: (*softmax_operator_backward(d_out, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005  torch passes it
+    lambda ctx, d_out: (*softmax_operator_backward(d_out, *ctx.saved_tensors, ctx.far), None, None, None, None),
+    setup_context=_save_softmax,
 )
 softmax_operator.register_fake(lambda *args: _fake(args[2]))
 softmax_operator_backward.register_fake(lambda *args: tuple(map(_fake, args[1:4])))

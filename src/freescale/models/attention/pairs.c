@@ -1,8 +1,10 @@
 /* Biases, SiLU and mask of HSTU attention, in one pass over the scores of a block.
  *
- * Scores are [samples, heads, rows, keys]: rows from position `begin` of their samples, keys from position 0. A row
- * attends to the keys before its limit, and to itself. `reversed` holds the position biases, the longest
- * distance first, so that a row reads them in the order of its keys. Plain C without libraries, called through ctypes.
+ * Scores are [samples, heads, rows, keys]: rows from position `begin` of their samples. The keys are the first far keys
+ * of a sample, then its positions from `first` to `end`, then, if these end before the rows, those from `own` on. A row
+ * attends to near keys before its limit, to the far keys before them, and to itself. `reversed` holds the position
+ * biases, the longest distance first, so that a row reads them in the order of its keys. Plain C without libraries,
+ * called through ctypes.
  */
 
 #include <math.h>
@@ -11,8 +13,11 @@
 
 typedef struct {
     int64_t samples, heads, rows, keys, begin, max_length; /* `max_length`: columns of limits and times */
+    int64_t far, first, end, own;   /* number of far keys, and the positions of the others */
+    int64_t head, segment, period;  /* far keys: the first `head`, then the end of each period from `segment` on */
     const int64_t *history;                                /* [samples] */
     const int64_t *limits;                                 /* [samples, max_length], read for candidates only */
+    const int64_t *begins;                                 /* [samples, max_length]: first near keys. NULL: all are 0 */
     const double *query_time, *event_time;                 /* [samples, max_length] */
     const float *time, *by_cell;                           /* biases by time bucket, and by cell */
     const int32_t *bucket_of_cell;
@@ -89,62 +94,104 @@ static void add_by_bucket(const float *restrict gradient, const int32_t *restric
     }
 }
 
-/* The visible keys of a row: [0, seen), and for a candidate also itself. The limit of a history token is its place. */
-typedef struct { int64_t seen, own, shift; } view; /* own: -1 if none. shift: offset into `reversed` */
+/* Keys of a row in a run: their first column, the position of the first one, their number. */
+typedef struct { int64_t column, position, count; } run;
 
-static view view_of(const block *b, int64_t sample, int64_t place, int32_t *cells) {
+/* What a row sees. `own`: its position if it is a candidate, else -1: a history token is the last of its near keys. */
+typedef struct { int64_t begin, seen, own, limit; } view;
+
+static view view_of(const block *b, int64_t sample, int64_t place) {
     int64_t candidate = place >= b->history[sample];
     int64_t limit = candidate ? b->limits[sample * b->max_length + place] : place;
-    view v = {candidate ? limit : place + 1, candidate ? place : -1, b->distances - 1 - limit};
-    double query_time = b->query_time[sample * b->max_length + place];
-    const double *event_time = b->event_time + sample * b->max_length;
-    find_cells(query_time, event_time, cells, v.seen);
-    if (candidate) find_cells(query_time, event_time + place, cells + place, 1);
+    view v = {b->first, candidate ? limit : place + 1, candidate ? place : -1, limit};
+    int64_t begin = b->begins ? b->begins[sample * b->max_length + place] : 0;
+    if (v.seen > b->end) v.seen = b->end; /* only padding sees more */
+    if (begin > v.begin) v.begin = begin;
+    if (v.begin > v.seen) v.begin = v.seen;
     return v;
 }
 
-static void mask_row(const block *b, view v, float *row) {
-    int64_t until = v.own < 0 ? b->keys : v.own;
-    memset(row + v.seen, 0, (until - v.seen) * sizeof *row);
-    if (v.own >= 0) memset(row + v.own + 1, 0, (b->keys - v.own - 1) * sizeof *row);
+/* The far keys at the start of a block, and those between its first near key and that of the row. */
+static int64_t find_far(const block *b, view v, run *runs) {
+    int64_t n = 0, head = b->head < b->far ? b->head : b->far, summaries = b->period - b->segment;
+    if (head > 0) runs[n++] = (run){0, 0, head};
+    for (int64_t column = head; column < b->far; column += summaries) {
+        int64_t left = b->far - column, segment = (column - head) / summaries;
+        int64_t position = head + segment * b->period + b->segment;
+        runs[n++] = (run){column, position, left < summaries ? left : summaries};
+    }
+    for (int64_t position = b->first; position < v.begin;) {
+        int64_t within = (position - b->head) % b->period;
+        int64_t visible = position < b->head || within >= b->segment;
+        int64_t left = position < b->head ? b->head - position : (visible ? b->period : b->segment) - within;
+        int64_t count = left < v.begin - position ? left : v.begin - position;
+        if (b->period == 1 && !visible) break; /* there are no far keys behind the head */
+        if (visible) runs[n++] = (run){b->far + position - b->first, position, count};
+        position += count;
+    }
+    return n;
+}
+
+/* The visible keys of a row in the order of their columns, and their cells; returns the number of runs. */
+static int64_t find_runs(const block *b, int64_t sample, int64_t place, view v, run *runs, int32_t *cells) {
+    int64_t n = b->begins ? find_far(b, v, runs) : 0, own = v.own;
+    if (v.seen > v.begin) runs[n++] = (run){b->far + v.begin - b->first, v.begin, v.seen - v.begin};
+    if (own >= 0) runs[n++] = (run){b->far + (own < b->end ? own - b->first : b->end - b->first + own - b->own), own, 1};
+    double query_time = b->query_time[sample * b->max_length + place];
+    const double *event_time = b->event_time + sample * b->max_length;
+    for (run *r = runs; r < runs + n; r++) find_cells(query_time, event_time + r->position, cells + r->column, r->count);
+    return n;
+}
+
+/* The offset into `reversed` of the first key of a run. */
+static int64_t distance_of(const block *b, view v, const run *r) {
+    return b->distances - 1 - (r->position == v.own ? 0 : v.limit - r->position);
+}
+
+static void mask_row(const block *b, const run *runs, int64_t n, float *row) {
+    int64_t column = 0;
+    for (const run *r = runs; r < runs + n; r++) {
+        memset(row + column, 0, (r->column - column) * sizeof *row);
+        column = r->column + r->count;
+    }
+    memset(row + column, 0, (b->keys - column) * sizeof *row);
 }
 
 /* Scores -> silu(score + biases), 0 for invisible pairs; rows [first, last). `cells`: scratch of one int per key. */
-void weights(const block *b, float *scores, int64_t first, int64_t last, int32_t *cells) {
-    const float *nearest = b->reversed + b->distances - 1;
+void weights(const block *b, float *scores, int64_t first, int64_t last, int32_t *cells, run *runs) {
     for (int64_t s = 0; s < b->samples; s++)
         for (int64_t r = first; r < last; r++) {
-            view v = view_of(b, s, b->begin + r, cells);
+            view v = view_of(b, s, b->begin + r);
+            int64_t n = find_runs(b, s, b->begin + r, v, runs, cells);
             for (int64_t h = 0; h < b->heads; h++) {
                 float *score = scores + ((s * b->heads + h) * b->rows + r) * b->keys;
-                weigh(score, cells, b->by_cell, b->reversed + v.shift, v.seen);
-                if (v.own >= 0) weigh(score + v.own, cells + v.own, b->by_cell, nearest, 1);
-                mask_row(b, v, score);
+                for (const run *k = runs; k < runs + n; k++)
+                    weigh(score + k->column, cells + k->column, b->by_cell, b->reversed + distance_of(b, v, k),
+                          k->count);
+                mask_row(b, runs, n, score);
             }
         }
 }
 
 /* Scores -> weights, gradients of weights -> gradients of scores, and their sums by distance and by bucket. */
-void gradients(const block *b, float *scores, float *upstream, int64_t first, int64_t last, int32_t *buckets,
+void gradients(const block *b, float *scores, float *upstream, int64_t first, int64_t last, int32_t *buckets, run *runs,
                float *d_distance, float *d_bucket) {
-    const int64_t zero = b->distances - 1;
     for (int64_t s = 0; s < b->samples; s++)
         for (int64_t r = first; r < last; r++) {
-            view v = view_of(b, s, b->begin + r, buckets);
-            find_buckets(buckets, b->bucket_of_cell, v.seen);
-            if (v.own >= 0) find_buckets(buckets + v.own, b->bucket_of_cell, 1);
+            view v = view_of(b, s, b->begin + r);
+            int64_t n = find_runs(b, s, b->begin + r, v, runs, buckets);
+            for (const run *k = runs; k < runs + n; k++) find_buckets(buckets + k->column, b->bucket_of_cell, k->count);
             for (int64_t h = 0; h < b->heads; h++) {
-                int64_t start = ((s * b->heads + h) * b->rows + r) * b->keys, own = v.own;
-                float *score = scores + start, *gradient = upstream + start;
-                weigh_back(score, gradient, buckets, b->time, b->reversed + v.shift, d_distance + v.shift, v.seen);
-                add_by_bucket(gradient, buckets, d_bucket, v.seen);
-                if (own >= 0) {
-                    weigh_back(score + own, gradient + own, buckets + own, b->time, b->reversed + zero,
-                               d_distance + zero, 1);
-                    add_by_bucket(gradient + own, buckets + own, d_bucket, 1);
+                int64_t start = ((s * b->heads + h) * b->rows + r) * b->keys;
+                for (const run *k = runs; k < runs + n; k++) {
+                    float *score = scores + start + k->column, *gradient = upstream + start + k->column;
+                    int64_t shift = distance_of(b, v, k);
+                    weigh_back(score, gradient, buckets + k->column, b->time, b->reversed + shift, d_distance + shift,
+                               k->count);
+                    add_by_bucket(gradient, buckets + k->column, d_bucket, k->count);
                 }
-                mask_row(b, v, score);
-                mask_row(b, v, gradient);
+                mask_row(b, runs, n, scores + start);
+                mask_row(b, runs, n, upstream + start);
             }
         }
 }

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from freescale.models.jagged import TIME_BUCKETS, BiasTables, EventTimes, JaggedLayout, is_visible, time_bucket
+from freescale.visibility import FarKeys, Visibility
 
 SCALE = 50.0
 _PRODUCTS = 6  # matrix products of forward and backward
@@ -30,6 +31,9 @@ class AttentionInputs(NamedTuple):
     position: Tensor
     time: Tensor
     scale: float
+    begins: Tensor | None = None
+    """The first near key of each token; None without a rule of visibility."""
+    far: FarKeys | None = None
 
 
 class AttentionGradients(NamedTuple):
@@ -71,7 +75,9 @@ def _by_sample(attend: Callable[[slice, Tensor], Tensor], v: Tensor, layout: Jag
     outputs = [v[:0]]
     for begin, length, _ in layout.spans.tolist():
         tokens, place = slice(begin, begin + length), torch.arange(length, device=v.device)
-        outputs.append(attend(tokens, is_visible(place[:, None], place[None, :], layout.limits[tokens, None])))
+        begins = None if layout.begins is None else layout.begins[tokens, None]
+        visible = is_visible(place[:, None], place[None, :], layout.limits[tokens, None], begins, layout.far)
+        outputs.append(attend(tokens, visible))
     return torch.cat(outputs)
 
 
@@ -97,6 +103,7 @@ class AttentionProblem:
         device: torch.device,
         candidates: Sequence[int] | None = None,
         anchors: Sequence[int] | None = None,
+        visibility: Visibility | None = None,
     ) -> "AttentionProblem":
         """Draw values of the magnitude of a model; q, k and v are parts of one tensor, as in a model."""
         torch.manual_seed(0)
@@ -105,7 +112,7 @@ class AttentionProblem:
             return None if counts is None else torch.tensor(counts, dtype=torch.int64, device=device)
 
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
-        layout = JaggedLayout(offsets, optional(candidates), anchors=optional(anchors))
+        layout = JaggedLayout(offsets, optional(candidates), anchors=optional(anchors), visibility=visibility)
         event = layout.position * 60 + layout.position**2
         layout = replace(layout, times=EventTimes(event, event + 40 * (layout.position % 7)))
         parts = torch.randn(layout.tokens, 3 * heads * width, device=device).to(dtype).chunk(3, dim=-1)
@@ -138,7 +145,8 @@ class AttentionProblem:
         assert times is not None
         q, k, v, position, time = (x.detach() for x in self.leaves)
         spans, limits = layout.spans, layout.limits
-        return AttentionInputs(q, k, v, spans, limits, times.query, times.event, position, time, SCALE)
+        rule = layout.begins, layout.far
+        return AttentionInputs(q, k, v, spans, limits, times.query, times.event, position, time, SCALE, *rule)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -148,7 +156,7 @@ class AttentionProblem:
     @property
     def flops(self) -> int:
         """FLOPs of forward and backward over the visible pairs."""
-        pairs = int((self.layout.limits + 1).sum())
+        pairs = self.layout.pairs
         return 2 * _PRODUCTS * pairs * self.q.shape[1] * self.q.shape[2]
 
     def run(self, attend: Callable[..., Tensor]) -> list[Tensor]:

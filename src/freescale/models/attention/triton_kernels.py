@@ -37,19 +37,42 @@ def _of_token(values, first, place, length):
 
 
 @triton.jit
-def _visible(query, key, limit):
-    """Return whether queries of a sample attend to its keys; `limit`: of the queries."""
-    return (key < limit) | (key == query)
+def _begin_of_token(begins, first, place, length, RULE: tl.constexpr):
+    """Return the first near key of places of a sample; 0 without a rule of visibility."""
+    begin = tl.zeros_like(place)
+    if RULE:
+        begin = _of_token(begins, first, place, length).to(tl.int32)
+    return begin
+
+
+@triton.jit
+def _visible(query, key, limit, begin, head, segment, period, RULE: tl.constexpr):
+    """Return whether queries of a sample attend to its keys; `limit`, `begin`: of the queries."""
+    before = key < limit
+    if RULE:
+        is_far = (key < head) | ((key - head) % period >= segment)  # of keys in the head the remainder is below 0
+        before &= (key >= begin) | is_far
+    return before | (key == query)
 
 
 @triton.jit
 def _item(items, number):
     """Return an item of the schedule: sample, block, slot of the part, first tile, last tile + 1, near tiles, jump."""
-    item = items + 7 * number
+    item = items + 9 * number
     return (
         tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 2), tl.load(item + 3),
         tl.load(item + 5), tl.load(item + 6),
     )  # fmt: skip
+
+
+@triton.jit
+def _key_tile(tile, near, jump, items, number, far_tiles, RULE: tl.constexpr):
+    """Return the place of a tile of keys among those of its sample: tiles with far keys come first."""
+    place = tile + tl.where(tile < near, 0, jump)
+    if RULE:
+        far, shift = tl.load(items + 9 * number + 7), tl.load(items + 9 * number + 8)
+        place = tl.where(tile < far, tl.load(far_tiles + tile, mask=tile < far, other=0), place + shift)
+    return place
 
 
 @triton.jit
@@ -97,32 +120,37 @@ def _store_block(
 
 @triton.jit(do_not_specialize=["turns"])  # avoids a recompilation per value
 def forward(
-    q, k, v, out, parts, spans, limits, query_time, event_time, position, by_cell, items,
+    q, k, v, out, parts, spans, limits, begins, query_time, event_time, position, by_cell, items, far_tiles,
     q_stride, k_stride, v_stride, turns, weight,
+    head_keys, segment, period,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of every query."""
     head = tl.program_id(1)
     head_offset = head * WIDTH
     lane, tile_lane = tl.arange(0, BLOCK), tl.arange(0, TILE)
     for turn in tl.range(turns, disable_licm=True):
-        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
+        number = tl.program_id(0) * turns + turn
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, number)
         if sample >= 0:
             first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
             limit = _of_token(limits, first, query, length).to(tl.int32)
+            near_begin = _begin_of_token(begins, first, query, length, RULE)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
             query_times = _of_token(query_time, first, query, length)
             mixed = tl.zeros([BLOCK, PADDED], tl.float32)
             for tile in range(begin_tile, end_tile):
-                key = (tile + tl.where(tile < near, 0, jump)) * TILE + tile_lane
+                key = _key_tile(tile, near, jump, items, number, far_tiles, RULE) * TILE + tile_lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
                 event_times = _of_token(event_time, first, key, length)
-                visible = _visible(query[:, None], key[None, :], limit[:, None])
+                visible = _visible(
+                    query[:, None], key[None, :], limit[:, None], near_begin[:, None], head_keys, segment, period, RULE
+                )
                 distance = tl.maximum(limit[:, None] - key[None, :], 0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
                 score += tl.load(position + distance)
@@ -134,10 +162,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["turns"])
 def backward_rows(
-    q, k, v, d_out, d_q, parts, d_position, d_time, spans, limits, query_time, event_time, position, time,
-    bucket_of_cell, items, q_stride, k_stride, v_stride, turns, max_distance, weight,
+    q, k, v, d_out, d_q, parts, d_position, d_time, spans, limits, begins, query_time, event_time, position, time,
+    bucket_of_cell, items, far_tiles, q_stride, k_stride, v_stride, turns, max_distance, weight,
+    head_keys, segment, period,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
+    PRECISION: tl.constexpr, RULE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of queries, and this program's sums of the gradients of the biases."""
     head = tl.program_id(1)
@@ -148,12 +177,14 @@ def backward_rows(
     by_bucket = tl.zeros([BUCKETS], tl.float32)
     by_distance = d_position + program.to(tl.int64) * max_distance
     for turn in tl.range(turns, disable_licm=True):
-        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
+        number = tl.program_id(0) * turns + turn
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, number)
         if sample >= 0:
             first, length = _span(spans, sample)
             query = block * BLOCK + lane
             query_valid = query < length
             limit = _of_token(limits, first, query, length).to(tl.int32)
+            near_begin = _begin_of_token(begins, first, query, length, RULE)
             queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
             gradient = _load_rows(
                 d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
@@ -161,13 +192,15 @@ def backward_rows(
             query_times = _of_token(query_time, first, query, length)
             d_queries = tl.zeros([BLOCK, PADDED], tl.float32)
             for tile in range(begin_tile, end_tile):
-                begin = (tile + tl.where(tile < near, 0, jump)) * TILE
+                begin = _key_tile(tile, near, jump, items, number, far_tiles, RULE) * TILE
                 key = begin + tile_lane
                 valid = key < length
                 keys = _load_rows(k + first * k_stride + head_offset, key, k_stride, valid, WIDTH, PADDED)
                 values = _load_rows(v + first * v_stride + head_offset, key, v_stride, valid, WIDTH, PADDED)
                 event_times = _of_token(event_time, first, key, length)
-                visible = _visible(query[:, None], key[None, :], limit[:, None])
+                visible = _visible(
+                    query[:, None], key[None, :], limit[:, None], near_begin[:, None], head_keys, segment, period, RULE
+                )
                 distance = tl.maximum(limit[:, None] - key[None, :], 0)
                 bucket = tl.load(bucket_of_cell + _cell(query_times[:, None], event_times[None, :]))
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
@@ -210,17 +243,19 @@ def backward_rows(
 
 @triton.jit(do_not_specialize=["turns"])
 def backward_columns(
-    q, k, v, d_out, d_k, d_v, parts, more_parts, spans, limits, query_time, event_time, position, by_cell, items,
-    q_stride, k_stride, v_stride, turns, weight,
+    q, k, v, d_out, d_k, d_v, parts, more_parts, spans, limits, begins, query_time, event_time, position, by_cell,
+    items, q_stride, k_stride, v_stride, turns, weight,
+    head_keys, segment, period,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values. Scores are transposed: keys are the rows."""
     head = tl.program_id(1)
     head_offset = head * WIDTH
     lane, tile_lane = tl.arange(0, BLOCK), tl.arange(0, TILE)
     for turn in tl.range(turns, disable_licm=True):
-        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, tl.program_id(0) * turns + turn)
+        number = tl.program_id(0) * turns + turn
+        sample, block, slot, begin_tile, end_tile, near, jump = _item(items, number)
         if sample >= 0:
             first, length = _span(spans, sample)
             key = block * BLOCK + lane
@@ -234,12 +269,15 @@ def backward_columns(
                 query = block * BLOCK + (tile + tl.where(tile < near, 0, jump)) * TILE + tile_lane
                 query_valid = query < length
                 limit = _of_token(limits, first, query, length).to(tl.int32)
+                near_begin = _begin_of_token(begins, first, query, length, RULE)
                 queries = _load_rows(q + first * q_stride + head_offset, query, q_stride, query_valid, WIDTH, PADDED)
                 gradient = _load_rows(
                     d_out + first * (HEADS * WIDTH) + head_offset, query, HEADS * WIDTH, query_valid, WIDTH, PADDED
                 )
                 query_times = _of_token(query_time, first, query, length)
-                visible = _visible(query[None, :], key[:, None], limit[None, :])
+                visible = _visible(
+                    query[None, :], key[:, None], limit[None, :], near_begin[None, :], head_keys, segment, period, RULE
+                )
                 distance = tl.maximum(limit[None, :] - key[:, None], 0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
                 score += tl.load(position + distance)

@@ -13,14 +13,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the usual name
 import triton
 from torch import Tensor
 
 from freescale.models.attention import triton_kernels
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.attention.tiles import Operands, Tile, TileKey, select_tile
+from freescale.models.attention.visited_tiles import BlockTiles, TokenBlocks, repeat_index, split_into_blocks
 from freescale.models.jagged import PerBatchCache, time_bucket_table
+from freescale.visibility import FarKeys
 
 TIME_PADDED = 256
 JOIN_WARPS = 8
@@ -83,7 +84,7 @@ def forward(x: AttentionInputs, tile: Tile | None = None) -> Tensor:
     q, k, v = map(_contiguous_heads, (x.q, x.k, x.v))
     out, schedule = _empty_like(v), _schedule(x, config).rows
     with _joined_parts(x, config, schedule, [out]) as parts:
-        _run(config, x, schedule.items, (q, k, v, out, *parts), (x.position.float(), _time_by_cell(x)))
+        _run(config, x, schedule, (q, k, v, out, *parts), (x.position.float(), _time_by_cell(x)))
     return out
 
 
@@ -105,7 +106,7 @@ def backward_rows(x: AttentionInputs, d_out: Tensor, tile: Tile | None = None) -
     d_time = torch.empty(programs, TIME_PADDED, device=d_q.device)
     with _joined_parts(x, config, schedule, [d_q]) as parts:
         tables = (position, x.time.float(), time_bucket_table(d_q.device))
-        _run(config, x, schedule.items, (*operands, d_q, *parts, d_position, d_time), tables, len(position))
+        _run(config, x, schedule, (*operands, d_q, *parts, d_position, d_time), tables, len(position))
     d_time = d_time.sum(0)[: len(x.time)]
     return d_q, d_position.sum(0).to(x.position.dtype), d_time.to(x.time.dtype)
 
@@ -116,22 +117,24 @@ def backward_columns(x: AttentionInputs, d_out: Tensor, tile: Tile | None = None
     operands = (*map(_contiguous_heads, (x.q, x.k, x.v)), d_out.contiguous())
     d_k, d_v, schedule = _empty_like(operands[1]), _empty_like(operands[2]), _schedule(x, config).columns
     with _joined_parts(x, config, schedule, [d_k, d_v]) as parts:
-        _run(config, x, schedule.items, (*operands, d_k, d_v, *parts), (x.position.float(), _time_by_cell(x)))
+        _run(config, x, schedule, (*operands, d_k, d_v, *parts), (x.position.float(), _time_by_cell(x)))
     return d_k, d_v
 
 
 def _run(
     config: KernelConfig,
     x: AttentionInputs,
-    items: Tensor,
+    schedule: "TileSchedule",
     tensors: Sequence[Tensor],
     tables: Sequence[Tensor],
     *sizes: int,
 ) -> None:
-    strides = [tensor.stride(0) for tensor in tensors[:3]]
+    strides, items = [tensor.stride(0) for tensor in tensors[:3]], schedule.items
+    far_tiles = () if config.kernel == "backward_columns" else (schedule.far_tiles,)
+    begins, far = (x.limits, FarKeys(0, 1, 1)) if x.begins is None or x.far is None else (x.begins, x.far)
     getattr(triton_kernels, config.kernel)[len(items), config.heads](
-        *tensors, x.spans, x.limits, x.query_time, x.event_time, *tables, items, *strides, items.shape[1], *sizes,
-        1.0 / x.scale, **config.constants, **config.launch,
+        *tensors, x.spans, x.limits, begins, x.query_time, x.event_time, *tables, items, *far_tiles, *strides,
+        items.shape[1], *sizes, 1.0 / x.scale, *far, RULE=x.far is not None, **config.constants, **config.launch,
     )  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def _joined_parts(
 
 def _schedule(x: AttentionInputs, config: KernelConfig) -> "AttentionSchedule":
     programs = max(1, _programs(x.q.device) // config.heads)
-    return attention_schedule(x.spans, x.limits, config.tile.block, config.tile.tile, programs)
+    return attention_schedule(x.spans, x.limits, config.tile.block, config.tile.tile, programs, x.begins, x.far)
 
 
 @lru_cache
@@ -168,7 +171,8 @@ def _time_by_cell(x: AttentionInputs) -> Tensor:
 def _contiguous(x: AttentionInputs) -> AttentionInputs:
     """Make the operands contiguous for which kernels take no strides."""
     names = ("limits", "query_time", "event_time", "position", "time")
-    return x._replace(**{name: getattr(x, name).contiguous() for name in names})
+    begins = None if x.begins is None else x.begins.contiguous()
+    return x._replace(begins=begins, **{name: getattr(x, name).contiguous() for name in names})
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:
@@ -186,9 +190,11 @@ class TileSchedule(NamedTuple):
 
     items: Tensor
     """[programs, turns, (sample or -1, block of the sample, first tile, last tile + 1, slot of the part or -1, near,
-    jump)], the last two as in `BlockTiles`"""
+    jump, far, shift)], the last four as in `BlockTiles`"""
     joins: Tensor
     """[slots, (sample or -1, block of the sample, number of slots from this one on with its parts)]"""
+    far_tiles: Tensor
+    """The tiles of a sample that hold far keys, ascending, then the others."""
 
 
 class AttentionSchedule(NamedTuple):
@@ -200,105 +206,23 @@ class AttentionSchedule(NamedTuple):
     """Blocks of keys, by the queries that attend to them."""
 
 
-class BlockTiles(NamedTuple):
-    """The tiles that each block visits: `near` tiles in a row, then others behind a gap of `jump` tiles."""
-
-    count: Tensor
-    """All tiles of a block; 0 for padding."""
-    near: Tensor
-    jump: Tensor
-
-
-class TokenBlocks(NamedTuple):
-    """The blocks of all samples, padded to the largest number that the tokens allow."""
-
-    sample: Tensor
-    block: Tensor
-    """Index of the block in its sample."""
-    rows: BlockTiles
-    """Tiles of keys that its queries attend to, counted from the first of the sample."""
-    columns: BlockTiles
-    """Tiles of queries that attend to its keys, counted from its own first one."""
-
-
-def split_into_blocks(spans: Tensor, limits: Tensor, *, block: int, tile: int) -> TokenBlocks:
-    """Divide samples [first token, length, history] with the limits of their tokens into blocks of whole tiles."""
-    blocks = _divide(spans, limits, block)
-    tiles = blocks if tile == block else _divide(spans, limits, tile)
-    length, history = spans[blocks.sample, 1], spans[blocks.sample, 2]
-    own = blocks.place * (block // tile)  # the first of its own tiles
-    own_end = torch.minimum(own + block // tile, -(-length // tile))
-    seen = torch.minimum(-(-blocks.reach // tile), own)
-    rows = BlockTiles((seen + own_end - own) * blocks.valid, seen, own - seen)
-    has_history = blocks.place * block < history
-    near_end = torch.where(has_history, torch.maximum(-(-history // tile), own_end), own_end)
-    reached_from = torch.maximum(_first_reaching(spans, blocks, tiles, block=block, tile=tile), near_end)
-    far = torch.where(has_history, -(-length // tile) - reached_from, 0)
-    columns = BlockTiles((near_end - own + far) * blocks.valid, near_end - own, (reached_from - near_end) * has_history)
-    return TokenBlocks(blocks.sample, blocks.place, rows, columns)
-
-
-class _Division(NamedTuple):
-    """The blocks of all samples, padded to the largest number that the tokens allow."""
-
-    sample: Tensor
-    place: Tensor
-    """Index of the block in its sample."""
-    valid: Tensor
-    reach: Tensor
-    """The largest limit of its tokens."""
-
-
-def _divide(spans: Tensor, limits: Tensor, size: int) -> _Division:
-    first, length, _ = spans.unbind(1)
-    sample, place, valid = _repeat_index(-(-length // size), len(limits) // size + len(spans))
-    within = place[:, None] * size + torch.arange(size, device=spans.device)
-    token = torch.where(within < length[sample, None], first[sample, None] + within, len(limits))
-    return _Division(sample, place, valid, F.pad(limits, (0, 1))[token].amax(1))
-
-
-def _first_reaching(spans: Tensor, blocks: _Division, tiles: _Division, *, block: int, tile: int) -> Tensor:
-    """Return, for the first key of each block, the first tile of candidates that reaches it, or the number of tiles.
-
-    Anchors ascend, so all tiles of candidates after it reach it, too. If they do not ascend, the running maximum costs
-    tiles without visible pairs, but loses none.
-    """
-    key = blocks.place * block
-    reach = torch.where(tiles.place * tile < spans[tiles.sample, 2], 0, tiles.reach)  # of tiles without history
-    step = key.max() + reach.max() + 1  # samples one after the other
-    base = torch.where(tiles.valid, tiles.sample, len(spans)) * step
-    counts = -(-spans[:, 1] // tile)
-    first_tile = counts.cumsum(0) - counts
-    reaching = torch.searchsorted((base + reach).cummax(0).values, blocks.sample * step + key, right=True)
-    return reaching - first_tile[blocks.sample]
-
-
 def schedule_tiles(blocks: TokenBlocks, visited: BlockTiles, *, programs: int) -> TileSchedule:
     """Assign the tiles of all blocks to programs."""
     tiles = visited.count
     limit = (-(-tiles.sum() // (_PARTS_PER_PROGRAM * programs))).clamp(min=1)
     parts = -(-tiles // limit)
-    index, part, valid = _repeat_index(parts, len(tiles) + _PARTS_PER_PROGRAM * programs)
+    index, part, valid = repeat_index(parts, len(tiles) + _PARTS_PER_PROGRAM * programs)
     begin, end = (edge * tiles[index] // parts[index].clamp(min=1) for edge in (part, part + 1))
     is_split = valid & (parts[index] > 1)
     slot = torch.where(is_split, is_split.cumsum(0) - 1, -1)
     sample, block = torch.where(valid, blocks.sample[index], -1), blocks.block[index]
-    items = torch.stack([sample, block, begin, end, slot, visited.near[index], visited.jump[index]], dim=1)
+    items = torch.stack([sample, block, begin, end, slot, *(x[index] for x in visited[1:])], dim=1)
     first, slots = is_split & (part == 0), 2 * _PARTS_PER_PROGRAM * programs
     return TileSchedule(
         _snake_order(items, (end - begin) * valid, programs),
         _joins(torch.stack([sample, block, parts[index]], dim=1), slot, first, slots),
+        blocks.far_tiles,
     )
-
-
-def _repeat_index(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeat each index as often as its count, padded to `size`; return index, repetition and validity."""
-    end = counts.cumsum(0)
-    place = torch.arange(size, device=counts.device)
-    index = torch.searchsorted(end, place, right=True)
-    valid = index < len(counts)
-    index = index.clamp(max=len(counts) - 1)
-    return index, place - (end - counts)[index], valid
 
 
 def _snake_order(items: Tensor, weight: Tensor, programs: int) -> Tensor:
@@ -321,8 +245,16 @@ def _joins(entries: Tensor, slot: Tensor, first: Tensor, slots: int) -> Tensor:
     return joins[:slots].int()
 
 
-def _attention_schedule(spans: Tensor, limits: Tensor, block: int, tile: int, programs: int) -> AttentionSchedule:
-    blocks = split_into_blocks(spans, limits, block=block, tile=tile)
+def _attention_schedule(
+    spans: Tensor,
+    limits: Tensor,
+    block: int,
+    tile: int,
+    programs: int,
+    begins: Tensor | None = None,
+    far: FarKeys | None = None,
+) -> AttentionSchedule:
+    blocks = split_into_blocks(spans, limits, block=block, tile=tile, begins=begins, far=far)
     sides = blocks.rows, blocks.columns
     return AttentionSchedule(*(schedule_tiles(blocks, side, programs=programs) for side in sides))
 
