@@ -1,4 +1,4 @@
-"""Measures the rules of `model.memory` against attention to all earlier events: visible pairs, time and peak memory.
+"""Measures the rules of `model.memory` against attention to all earlier events: visible pairs and time.
 
     python benchmarks/memory.py [--events 1000 4000 16000] [--dim 64] [--rounds 3] [--out FILE.json]
 
@@ -9,10 +9,7 @@ the linear part of a rule's tokens plus the share of pairs of the time of full a
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -88,24 +85,9 @@ def compare(events: int, dim: int, rounds: int) -> list[dict[str, Any]]:
                 "over_full": round(statistics.median(ratios), 4),
                 "over_full_range": [round(min(ratios), 4), round(max(ratios), 4)],
                 "over_expected": round(took / expected, 3),
-                "peak_mb": peak_mb(name, events, dim),
             }
         )
     return results
-
-
-def peak_mb(name: str, events: int, dim: int) -> float:
-    """Return the memory that a step adds to that of a process, measured in a fresh one."""
-    command = [sys.executable, __file__, "--peak", name, "--events", str(events), "--dim", str(dim)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def print_peak(name: str, events: int, dim: int) -> None:
-    Layer(RULES[name], 64, dim).seconds()
-    layer = Layer(RULES[name], events, dim)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    layer.seconds()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def main() -> None:
@@ -113,13 +95,9 @@ def main() -> None:
     parser.add_argument("--events", type=int, nargs="+", default=[1000, 4000, 16000])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peak", choices=RULES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.peak:
-        print_peak(options.peak, options.events[0], options.dim)
-        return
     results = [result for events in options.events for result in compare(events, options.dim, options.rounds)]
     for result in results:
         print(json.dumps(result), flush=True)
