@@ -1,6 +1,7 @@
 """No file can execute code, write outside its folder, or inject markup into a page."""
 
 import ast
+import contextlib
 import gzip
 import hashlib
 import io
@@ -17,11 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from freescale import page
 from freescale.bubbles import records
 from freescale.bubbles.report import report_sections
 from freescale.checkpoint import export
+from freescale.checkpoint.conversion import convert
+from freescale.checkpoint.dcp_pickle import PickledObject, load_inert
 from freescale.cli.main import main
 from freescale.data import histories, importers
 from freescale.data.validation import Quarantine
@@ -143,6 +147,84 @@ def test_a_pickle_in_place_of_an_export_is_never_executed(name: str, form: str, 
     assert not marker.exists()
 
 
+def dcp_folder(folder: Path, tensor: bytes) -> Path:
+    """A checkpoint of torch.distributed.checkpoint whose tensor is these bytes."""
+    dcp.save({"a": torch.ones(3), "b": "text"}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "a":
+            place.offset, place.length = (folder / place.relative_path).stat().st_size, len(tensor)
+            with (folder / place.relative_path).open("ab") as file:
+                file.write(tensor)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def tensor_archive(raw: bytes) -> bytes:
+    """What `torch.save` writes of a tensor, with another pickle in it."""
+    out, good = io.BytesIO(), zipfile.ZipFile(io.BytesIO(written(lambda file: torch.save(torch.ones(3), file))))
+    with zipfile.ZipFile(out, "w") as archive:
+        for name in good.namelist():
+            archive.writestr(name, raw if name.endswith("data.pkl") else good.read(name))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["metadata", "tensor", "pickle of a tensor"])
+def test_a_pickle_in_a_dcp_folder_is_never_executed(place: str, form: str, marker: Path, tmp_path: Path) -> None:
+    raw = FORMS[form](marker)
+    folder = dcp_folder(tmp_path / "dcp", tensor_archive(raw) if place == "pickle of a tensor" else raw)
+    if place == "metadata":
+        (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(DataError):
+        convert(folder, tmp_path / "out")
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_object_in_a_dcp_folder_is_copied_and_never_executed(marker: Path, tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": Planted(marker)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back")
+    convert(tmp_path / "back", tmp_path / "again", like=tmp_path / "ours")
+    assert not marker.exists()
+    dcp.load({**state, "b": ""}, checkpoint_id=tmp_path / "back", no_dist=True)
+    assert marker.exists(), "torch executes it"
+
+
+NAMED = [
+    "os.system",
+    "builtins.eval",
+    "torch.load",
+    "torch.hub.load",
+    "torch.float32.__class__",
+    "torch.storage._load_from_bytes",
+]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_dcp_folder_may_name_dcps_classes_only(name: str, tmp_path: Path) -> None:
+    module, _, function = name.partition(".") if name.startswith("torch.float32") else name.rpartition(".")
+    words = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(function)])
+    folder = dcp_folder(tmp_path / "dcp", b"")
+    (folder / ".metadata").write_bytes(words + function.encode() + b"\x93.")
+    with pytest.raises(DataError, match=f"it names {name}, which no checkpoint needs"):
+        convert(folder, tmp_path / "out")
+
+
+def test_what_a_pickle_says_of_a_class_changes_no_class() -> None:
+    """BUILD with a state sets attributes of whatever is on the stack, which may be a class."""
+    where = "torch.distributed.checkpoint.metadata"
+    for state in ({"kind": "other"}, (None, {"kind": "other", "__setstate__": None})):
+        raw = b"c" + where.encode() + b"\nMetadata\n" + pickle.dumps(state, protocol=0)[:-1] + b"b."
+        with contextlib.suppress(DataError):
+            load_inert(raw, where="test")
+        assert PickledObject.kind == ""
+        assert not hasattr(dcp.Metadata, "kind")
+        assert PickledObject.__setstate__ is not None
+
+
 def test_an_export_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.safetensors").write_bytes(b"mine")
     listed = {"../secret.safetensors": {"sha256": hashlib.sha256(b"mine").hexdigest()}}
@@ -166,6 +248,14 @@ def test_parquet_metadata_is_never_executed(marker: Path, tmp_path: Path) -> Non
 
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml", "code"}
 CALLS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.loads", "torch.load", "np.load"}
+
+
+USED = {
+    "freescale/checkpoint/dcp_pickle.py": {"pickle.Unpickler", "pickle.UnpicklingError"},
+    "freescale/checkpoint/dcp_folder.py": {"pickle.dumps"},
+}
+"""The metadata of torch.distributed.checkpoint is a pickle. One file reads it, with an unpickler that resolves names to
+classes which do nothing; another one writes it."""
 
 
 def dotted(node: ast.expr) -> str:
@@ -192,7 +282,12 @@ def test_the_source_calls_nothing_that_executes_what_it_reads(tmp_path: Path) ->
         "import pickle\nfrom dill import load\nx = np.load(f, allow_pickle=True)\nrun(c, shell=True)\neval(a)\n"
     )
     assert sorted(found_in(tmp_path / "bad.py")) == ["allow_pickle", "dill", "eval", "np.load", "pickle", "shell"]
-    assert {str(path.relative_to(SOURCE)): found for path in SOURCE.rglob("*.py") if (found := found_in(path))} == {}
+    found = {str(path.relative_to(SOURCE)): found for path in SOURCE.rglob("*.py") if (found := found_in(path))}
+    assert found == {name: ["pickle"] for name in USED}
+    for name, used in USED.items():
+        tree = ast.parse((SOURCE / name).read_text())
+        named = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert {name for name in named if name.startswith("pickle")} == used
 
 
 @pytest.mark.parametrize("member", ["../../escaped/ratings.dat", "/tmp/escaped/ratings.dat", "a/../../../ratings.dat"])

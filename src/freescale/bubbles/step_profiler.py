@@ -68,6 +68,8 @@ class StepProfiler:
         """Completed steps. A resumed run sets it."""
         self.on_compute_time: Callable[[int, int], None] | None = None
         """Called with a step and the nanoseconds that this rank computed in it, when the next step ends."""
+        self.on_interval: Callable[[records.IntervalRecord], None] | None = None
+        """Called on rank 0 with each interval that is written."""
         self._is_rank_zero = group.rank() == 0
         self._steps, self._every = steps, max(every, -(-(steps or 0) // records.LINES))
         self._exchange_every = min(_EXCHANGE_EVERY, self._every)
@@ -183,6 +185,8 @@ class StepProfiler:
         interval = self._sums.receive(clock_bound=self._clock_bound)
         if interval is not None and self._is_rank_zero:
             self._writer.write_interval(interval)
+            if self.on_interval is not None:
+                self.on_interval(interval)
 
     def _align(self) -> None:
         """Align clocks again, since they drift. Ranks of one host share a clock and skip this."""

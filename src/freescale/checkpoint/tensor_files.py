@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from freescale.storage import sync_to_disk
 _CHUNK_BYTES = 1 << 24
 _PINNED_BYTES = 1 << 26
 """Of each of two buffers that tensors of a device are copied through."""
-_SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SUPPORTED = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -205,9 +206,14 @@ class _Chunk:
 
 def write(folder: Path, rank: int, tensors: Mapping[str, LocalRows]) -> None:
     """Write the rows of a rank and sync them to the disk."""
+    write_parts(folder, rank, tensors.items())
+
+
+def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, LocalRows]]) -> None:
+    """Write the rows of a rank as they come, each tensor in one or more parts, and sync them to the disk."""
     chunks: list[_Chunk] = []
     with _file(folder, rank, "bytes").open("wb") as file:
-        for name, held in tensors.items():
+        for name, held in parts:
             rows = _as_rows(held.local)
             for begin, chunk in _split(rows):
                 raw = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
@@ -236,9 +242,27 @@ def read(folder: Path, world_size: int, tensors: Mapping[str, LocalRows]) -> Non
             raise _mismatch(f"{abs(count)} of {tensors[name].order.rows} rows of '{name}' are {problem}", folder)
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in the files of a checkpoint."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+
 def stored_rows(folder: Path, world_size: int) -> dict[str, RowOrder]:
     """Return the rows of each tensor in the files of so many ranks, and their positions."""
     return {chunk.name: chunk.order for rank in range(world_size) for chunk in _read_index(folder, rank)}
+
+
+def stored_tensors(folder: Path, world_size: int) -> dict[str, StoredTensor]:
+    """Return the tensors in the files of so many ranks."""
+    chunks = (chunk for rank in range(world_size) for chunk in _read_index(folder, rank))
+    return {chunk.name: StoredTensor(_DTYPES[chunk.dtype], (chunk.rows, *chunk.shape)) for chunk in chunks}
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    """Return whether checkpoints can hold tensors of a type."""
+    return dtype in _SUPPORTED
 
 
 def write_json(path: Path, content: Any) -> None:

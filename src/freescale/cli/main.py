@@ -44,6 +44,7 @@ COMMANDS = {
     "selftest": Command("selftest", "run_selftest", "correctness of every transport and technique on your machines"),
     "evaluate": Command("trained_model", "run_evaluate", "metrics of a trained model on held-out data"),
     "predict": Command("trained_model", "run_predict", "the best items for every user, to Parquet"),
+    "checkpoint convert": Command("convert", "run_convert", "a checkpoint to or from torch.distributed.checkpoint"),
     "publish": Command("trained_model", "run_publish", "a trained model as the next version that servers follow"),
     "export": Command("trained_model", "run_export", "a trained model as safetensors, with vocabulary and config"),
 }

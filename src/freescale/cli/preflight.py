@@ -1,8 +1,7 @@
 """Checks that a command runs before it imports torch, which takes seconds. Ranks check the same where it matters."""
 
 import argparse
-from dataclasses import replace
-from importlib.util import find_spec
+from dataclasses import fields, replace
 from pathlib import Path
 
 from freescale import config as configs
@@ -10,24 +9,26 @@ from freescale.checkpoint.run_folder import complete_checkpoints, is_restart, re
 from freescale.data.dataset import Dataset
 from freescale.data.feature_schema import FeatureSchema
 from freescale.data.validation import Quarantine
-from freescale.errors import InstallError
 from freescale.launch import is_forked
+from freescale.train.metric_sinks import MonitoringOptions
 
 
 def check_train(config: configs.RunConfig, out: Path, options: argparse.Namespace, *, joins: bool) -> None:
     """Check what a training needs. `joins`: this host may join a run that other hosts have started."""
     if is_forked():
         return
-    if options.tensorboard and find_spec("tensorboard") is None:
-        raise InstallError(
-            "--tensorboard needs a package that is missing", remedy="pip install 'freescale[tensorboard]'"
-        )
+    monitoring(options).check()
     if options.until:
         config.require_continuous()
     check_data(config)
     if not joins and not is_restart() and not options.until:
         newest = next(reversed(complete_checkpoints(out / "checkpoints")), None)
         require_start(out, newest, resume=options.resume, autoresume=options.autoresume)
+
+
+def monitoring(options: argparse.Namespace) -> MonitoringOptions:
+    """Return where the metrics of a training go."""
+    return MonitoringOptions(**{field.name: getattr(options, field.name) for field in fields(MonitoringOptions)})
 
 
 def check_trained_model(run: Path, path: str | None) -> None:

@@ -90,8 +90,9 @@ def _train_on_rank(options: argparse.Namespace, config: RunConfig, out: Path) ->
         from freescale.transport.world import init_world
 
         world = init_world(timeout=config.train.timeout)
-    names = ("resume", "autoresume", "accept_changes", "tensorboard", "quiet", "until")
-    return train(config, world, out, **{name: getattr(options, name) for name in names})
+    names = ("resume", "autoresume", "accept_changes", "quiet", "until")
+    flags = {name: getattr(options, name) for name in names}
+    return train(config, world, out, monitoring=preflight.monitoring(options), **flags)
 
 
 def _train_parser(prog: str) -> argparse.ArgumentParser:
@@ -111,4 +112,10 @@ def _train_parser(prog: str) -> argparse.ArgumentParser:
     changes = "resume with values that change the training result; without this flag they are refused"
     parser.add_argument("--accept-changes", action="store_true", help=changes)
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard files into the run's folder")
+    parser.add_argument("--wandb", action="store_true", help="also log to Weights & Biases (see WANDB_MODE)")
+    parser.add_argument("--mlflow", action="store_true", help="also log to MLflow (see MLFLOW_TRACKING_URI)")
+    address = "serve metrics to Prometheus; without HOST on the loopback address, with 0.0.0.0 on all interfaces"
+    parser.add_argument("--metrics-address", default="", metavar="[HOST:]PORT", help=address)
+    textfile = "also write metrics to a file for the textfile collector of Prometheus' node exporter"
+    parser.add_argument("--metrics-file", type=Path, metavar="FILE.prom", help=textfile)
     return parser

@@ -42,6 +42,7 @@ from freescale.progress import progress
 from freescale.train import continuous
 from freescale.train.checkpoint_manager import TrainerComponents
 from freescale.train.evaluation import build_evaluation, build_validation
+from freescale.train.metric_sinks import MonitoringOptions
 from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import (
     ShardedModel,
@@ -69,7 +70,7 @@ def train(
     resume: bool,
     autoresume: bool = False,
     accept_changes: bool = False,
-    tensorboard: bool = False,
+    monitoring: MonitoringOptions | None = None,
     quiet: bool = False,
     until: str = "",
     on_checkpoint: Callable[[Path], None] | None = None,
@@ -92,7 +93,7 @@ def train(
     elif not restarted:
         require_start(folder, newest, resume=resume, autoresume=autoresume)
     with progress("building the model"):
-        trainer = build(config, world, folder, tensorboard=tensorboard, quiet=quiet, continuously=bool(until))
+        trainer = build(config, world, folder, monitoring=monitoring, quiet=quiet, continuously=bool(until))
     trainer.checkpoints.on_complete = on_checkpoint
     if newest is not None:
         trainer.checkpoints.resume(partial(_review, trainer.components, accept_changes=accept_changes))
@@ -113,7 +114,7 @@ def build(
     folder: Path,
     *,
     model: Model | None = None,
-    tensorboard: bool = False,
+    monitoring: MonitoringOptions | None = None,
     quiet: bool = False,
     continuously: bool = False,
 ) -> Trainer:
@@ -161,7 +162,9 @@ def build(
         partitions=loader.partitions if continuously else {},
         validate=build_validation(config, world, sharded.module) if continuously else None,
     )
-    metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, tensorboard=tensorboard, quiet=quiet)
+    opened = monitoring if monitoring is not None and world.is_rank_zero else MonitoringOptions()
+    sinks = opened.open(folder, config, steps=steps)
+    metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, sinks=sinks, quiet=quiet)
     overlap = [] if transports.deferred is None else _describe_overlap(config, world, loader, sharded)
     for line in [*sharded.plan, *transports.reasons, *overlap, *_describe_snapshot(world, sharded)]:
         metrics.print_line(line)

@@ -24,11 +24,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from freescale.bubbles.records import replace_lines
+from freescale.bubbles.records import IntervalRecord, replace_lines
+from freescale.bubbles.summary import mean_over_ranks
 from freescale.errors import DataError, reason
 from freescale.log import warning_once
 from freescale.progress import ProgressBar, on_terminal, progress
@@ -206,18 +207,34 @@ def _is_later(entry: Mapping[str, Any], step: int) -> bool:
     return bool(entry["step"] > step) and entry["kind"] not in _KEPT_BY_REWIND
 
 
+class MetricsSink(Protocol):
+    """Receives metrics of a run."""
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Take an entry, with its kind, step and time."""
+
+    def close(self) -> None:
+        """Send what is pending."""
+
+
 class MetricsLogger:
-    """Writes `metrics.jsonl`, progress on the terminal (plain lines elsewhere), and TensorBoard files on request."""
+    """Writes `metrics.jsonl` and progress on the terminal (plain lines elsewhere), and passes entries to sinks."""
 
     def __init__(
-        self, folder: Path, *, is_rank_zero: bool, steps: int, tensorboard: bool = False, quiet: bool = False
+        self,
+        folder: Path,
+        *,
+        is_rank_zero: bool,
+        steps: int,
+        sinks: Sequence[MetricsSink] = (),
+        quiet: bool = False,
     ) -> None:
-        """`quiet`: only files are written."""
+        """`quiet`: print nothing. `sinks`: of rank 0."""
         self._is_rank_zero, self._steps, self._path, self._unwritten = is_rank_zero, steps, folder / METRICS_FILE, b""
         if is_rank_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self._prints = is_rank_zero and not quiet
-        self._board = _open_tensorboard(folder) if is_rank_zero and tensorboard else None
+        self._sinks = sinks
         self._last, self._display = "", contextlib.ExitStack()
         self._bar: ProgressBar | None = None
         if self._prints and on_terminal():
@@ -249,11 +266,18 @@ class MetricsLogger:
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add an entry to the file."""
         if self._is_rank_zero:
-            self._append(json.dumps({**entry, "time": round(time.time(), 3)}) + "\n")
-        if self._board is not None:
-            for name, value in entry.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
+            timed = {**entry, "time": round(time.time(), 3)}
+            self._append(json.dumps(timed) + "\n")
+            self._send(timed)
+
+    def log_times(self, interval: IntervalRecord) -> None:
+        """Pass where the time of an interval of steps went to the sinks, in milliseconds; files have it already."""
+        means = mean_over_ranks([interval])
+        self._send({**means, "kind": "time", "step": interval.step, "time": round(time.time(), 3)})
+
+    def _send(self, entry: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(entry)
 
     def rewind(self, step: int) -> None:
         """Drop entries of later steps, which will be computed again, and half a line that a crash may have left.
@@ -287,11 +311,5 @@ class MetricsLogger:
         self._display.close()
         if self._bar is not None and self._last:
             self.print_line(self._last)
-        if self._board is not None:
-            self._board.close()
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # an optional extra
-
-    return SummaryWriter(folder / "tensorboard")
+        for sink in self._sinks:
+            sink.close()

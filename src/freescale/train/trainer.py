@@ -39,6 +39,7 @@ class Trainer:
         self._policy = FaultPolicy(self._train.on_fault)
         self._stopwatch = components.planner.stopwatch if components.planner is not None else None
         components.profiler.on_compute_time = self._stopwatch.record_time if self._stopwatch is not None else None
+        components.profiler.on_interval = metrics.log_times
         self._meter = StepMeter(components.planner)
         self._loss_terms = LossTermCounter(components)
         self._stop_requested_at = 0.0

@@ -1,0 +1,119 @@
+"""Weights & Biases and MLflow hold what metrics.jsonl holds: real packages, offline.
+
+    python benchmarks/metric_sinks.py [--entries 200] [--out FILE.json]
+
+Needs both extras: pip install 'freescale[wandb,mlflow]'. Writes the entries of a training, whose steps go back once, to
+both sinks, and reads them back: MLflow's from its store by its client, W&B's from the file that `wandb sync` sends.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import record
+from freescale.config import resolve
+from freescale.train.metric_sinks import MlflowSink, WandbSink, scalars
+
+
+def entries(count: int) -> list[dict[str, Any]]:
+    """Return entries as a training writes them; steps go back once, to the last checkpoint."""
+    steps = [*range(10, 5 * count, 10), *range(5 * count // 2, 5 * count, 10)][:count]
+    now = time.time()
+    found: list[dict[str, Any]] = [{"kind": "start", "step": 0, "world_size": 2, "reason": "new run", "time": now}]
+    for place, step in enumerate(steps):
+        values = {"loss": 8.0 / (1 + place), "tokens/s": 1e4 + place, "grad_norm": float("nan") if place == 3 else 0.5}
+        found.append({"kind": "train", "step": step, **values, "time": now + place})
+    found.append({"kind": "evaluate", "step": steps[-1], "hr@10": 0.1 + 0.2, "users": 100, "time": now + count})
+    return [*found, {"kind": "end", "step": steps[-1], "finished": True, "time": now + count}]
+
+
+def expected(given: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return steps and values of each name, in order."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in given:
+        for name, value in scalars(entry).items():
+            found.setdefault(name, []).append((entry["step"], value))
+    return found
+
+
+def in_mlflow() -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
+    """Return what MLflow's store has of the only run, and its status and parameters."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("freescale")
+    (run,) = client.search_runs([experiment.experiment_id])
+    names = run.data.metrics
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in names}
+    values = {
+        name.replace("_at_", "@"): [(one.step, one.value) for one in sorted(found, key=lambda one: one.timestamp)]
+        for name, found in history.items()
+    }
+    return values, {"status": run.info.status, "dim": run.data.params["model.dim"], "name": run.info.run_name}
+
+
+def in_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what the offline file of W&B has."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    (path,) = folder.rglob("*.wandb")
+    store, found = DataStore(), dict[str, list[tuple[int, float]]]()
+    store.open_for_scan(str(path))
+    while (raw := store.scan_data()) is not None:
+        one = wandb_internal_pb2.Record()
+        one.ParseFromString(raw)
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in one.history.item}
+        for name in items:
+            if "/" in name:
+                found.setdefault(name, []).append((items["step"], items[name]))
+    return found
+
+
+def measure(count: int, folder: Path) -> dict[str, Any]:
+    os.environ |= {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+    }
+    run = folder / "mine"
+    run.mkdir()
+    config, given = resolve("tiny"), entries(count)
+    seconds = {}
+    for name, kind in (("wandb", WandbSink), ("mlflow", MlflowSink)):
+        sink = kind(run, config)
+        began = time.perf_counter()
+        for entry in given:
+            sink.write(entry)
+        seconds[name] = (time.perf_counter() - began) / len(given)
+        sink.close()
+    stored, facts = in_mlflow()
+    return {
+        "entries": len(given),
+        "values": sum(map(len, expected(given).values())),
+        "mlflow_equal": stored == expected(given),
+        "wandb_equal": in_wandb(run) == expected(given),
+        "mlflow_run": facts,
+        "milliseconds_per_entry": {name: round(1e3 * value, 3) for name, value in seconds.items()},
+        "versions": {name: version(name) for name in ("wandb", "mlflow-skinny")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options.entries, Path(folder))
+    print(json.dumps(result, indent=1))
+    record.save(options.out, [result])
+
+
+if __name__ == "__main__":
+    main()
