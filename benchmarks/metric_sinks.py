@@ -7,6 +7,7 @@ both sinks, and reads them back: MLflow's from its store by its client, W&B's fr
 """
 
 import argparse
+import importlib
 import json
 import os
 import tempfile
@@ -43,8 +44,7 @@ def expected(given: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
 
 def in_mlflow() -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
     """Return what MLflow's store has of the only run, and its status and parameters."""
-    import mlflow
-
+    mlflow: Any = importlib.import_module("mlflow")
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("freescale")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -59,11 +59,10 @@ def in_mlflow() -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
 
 def in_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what the offline file of W&B has."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
+    wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    datastore: Any = importlib.import_module("wandb.sdk.internal.datastore")
     (path,) = folder.rglob("*.wandb")
-    store, found = DataStore(), dict[str, list[tuple[int, float]]]()
+    store, found = datastore.DataStore(), dict[str, list[tuple[int, float]]]()
     store.open_for_scan(str(path))
     while (raw := store.scan_data()) is not None:
         one = wandb_internal_pb2.Record()
