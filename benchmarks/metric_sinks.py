@@ -7,10 +7,12 @@ both sinks, and reads them back: MLflow's from its store by its client, W&B's fr
 """
 
 import argparse
+import importlib
 import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,7 @@ def expected(given: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
 
 def in_mlflow() -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
     """Return what MLflow's store has of the only run, and its status and parameters."""
-    import mlflow
-
+    mlflow: Any = importlib.import_module("mlflow")
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("freescale")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -57,15 +58,27 @@ def in_mlflow() -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
     return values, {"status": run.info.status, "dim": run.data.params["model.dim"], "name": run.info.run_name}
 
 
+def leveldb_records(raw: bytes) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format, behind W&B's header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(raw):
+        if (left := 32768 - at % 32768) < 7:  # no header fits: the rest of the block is empty
+            at += left
+            continue
+        size, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        parts += raw[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
 def in_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what the offline file of W&B has."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
+    wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (path,) = folder.rglob("*.wandb")
-    store, found = DataStore(), dict[str, list[tuple[int, float]]]()
-    store.open_for_scan(str(path))
-    while (raw := store.scan_data()) is not None:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for raw in leveldb_records(path.read_bytes()):
         one = wandb_internal_pb2.Record()
         one.ParseFromString(raw)
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in one.history.item}

@@ -47,12 +47,12 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 def parse(text: str) -> dict[tuple[str, ...], float]:
     """Values by the name and the labels of a metric, without the run."""
-    found = {}
+    found: dict[tuple[str, ...], float] = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             match = SAMPLE.fullmatch(line)
             assert match is not None, line
-            labels = [value for name, value in LABEL.findall(match[2]) if name != "run"]
+            labels: list[str] = [value for name, value in LABEL.findall(match[2]) if name != "run"]
             found[match[1], *labels] = float(match[3])
     return found
 
