@@ -38,8 +38,8 @@ def test_backslash_t_is_a_tab(tmp_path: Path) -> None:
         (("--separator", "§"), "not a single character"),
         (("--quote", "''"), "--quote '''' is not a single character"),
         (("--separator", ";", "--quote", ";"), "are the same"),
-        (("--max-history", "0"), "at least 1"),
-        (("--memory-mb", "0"), "at least 1"),
+        (("--max-history", "-1"), "--max-history -1 is below 1"),
+        (("--memory-mb", "0"), "--memory-mb 0 is below 1"),
     ],
 )
 def test_invalid_options_fail_before_the_log_is_read(

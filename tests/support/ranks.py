@@ -146,13 +146,17 @@ def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, envi
             pipe.send((number, True, function(world, *arguments)))
         except Exception:
             pipe.send((number, False, traceback.format_exc()))
-        _close_other_groups()
+        _close_other_groups(on_virtual_gpus=point.on_virtual_gpus)
     dist.destroy_process_group()  # open groups delay the exit
 
 
-def _close_other_groups() -> None:
+def _close_other_groups(*, on_virtual_gpus: bool) -> None:
     """Destroy the groups that a task created: each holds threads and sockets, and a rank serves hundreds of tasks."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if on_virtual_gpus:
+        from tests.support.vgpu.group import release_destroyed_groups
+
+        release_destroyed_groups()
     gc.collect()  # gloo's threads poll until the last reference to their group is gone, also one in a cycle

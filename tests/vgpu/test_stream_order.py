@@ -91,10 +91,10 @@ def _deduplicate_on_the_host(ids: list[torch.Tensor], *, rows: list[int]) -> Any
     return deduplicate_tables([of_table.cpu() for of_table in ids], rows=rows)
 
 
-def _sum_by_atomics(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    ordered, order = keys.sort(stable=True)
-    number = torch.searchsorted(ordered, ordered)
-    return ordered, torch.zeros_like(values).index_add_(0, number, values[order])[number]
+def _update_by_atomics(
+    weights: torch.Tensor, _sums: Any, rows: torch.Tensor, gradient: torch.Tensor, *, lr: float, **_: Any
+) -> None:
+    weights.index_add_(0, rows, gradient, alpha=-lr)
 
 
 from freescale.transport.c10d import C10d  # noqa: E402
@@ -116,7 +116,7 @@ FAULTS = {
         "freescale.transport.c10d.C10d", "reduce_values", _own_values, report="No backend type associated"
     ),
     "float additions in any order": Fault(
-        "freescale.deterministic", "sum_by_key", _sum_by_atomics, report="float atomics"
+        "freescale.embedding.row_update", "update_rows", _update_by_atomics, report="float atomics"
     ),
     "staged copies do not wait for compute": Fault(COPIER, "begin", _nothing, "host_staged"),
     "compute does not wait for staged copies": Fault(COPIER, "wait_for_copies", _nothing, "host_staged"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 
 from freescale.cli.options import Flag, parse, print_json, say
+from freescale.progress import progress
 
 _SHOWN = 8
 
@@ -30,6 +31,8 @@ class ConvertOptions:
     """OURS=THEIRS: names that begin with OURS in FreeScale begin with THEIRS in DCP. Used with --like."""
     json: Flag = False
     """Print JSON."""
+    quiet: Flag = False
+    """Show no progress, only results, warnings and errors."""
 
 
 def run_convert(argv: Sequence[str], prog: str) -> int:
@@ -37,7 +40,8 @@ def run_convert(argv: Sequence[str], prog: str) -> int:
     options = parse(ConvertOptions, argv, prog)
     from freescale.checkpoint.conversion import convert
 
-    summary = convert(options.source, options.out, like=options.like, renames=options.rename)
+    with progress(f"converting {options.source}"):
+        summary = convert(options.source, options.out, like=options.like, renames=options.rename)
     if options.json:
         print_json(summary._asdict())
         return 0

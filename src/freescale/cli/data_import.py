@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from freescale.cli.options import Flag, parse, print_json, say
+from freescale.cli.options import Flag, parse, print_json, require_at_least, say
 from freescale.data import histories, importers
 from freescale.data.append import AppendOptions, append_partition
 from freescale.data.event_log import LogColumns, TimeUnit
@@ -166,8 +166,7 @@ def _warn(quarantine: Quarantine, imported: histories.ImportSummary) -> None:
 def _check_import(options: ImportOptions, prog: str) -> None:
     if len(options.paths) < 2:
         raise UsageError("the log or the target folder is missing", remedy=f"{prog} {options.format} LOG FOLDER")
-    if options.max_history < 0 or options.memory_mb < 1:
-        raise UsageError("--max-history or --memory-mb is too small", remedy=f"see {prog} --help")
+    require_at_least(options, max_history=1, memory_mb=1)
     if options.append and (options.impressions or options.time == "none" or options.format in ("amazon", "histories")):
         what = "a partition needs events with times, and takes no impressions"
         raise UsageError(what, remedy="import the log as events, with --event-labels for ranking")

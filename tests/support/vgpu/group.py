@@ -37,7 +37,12 @@ class VirtualNccl:
 
 
 groups: list["Group"] = []
-"""All groups of this process."""
+"""All groups of this process that are in use."""
+
+
+def release_destroyed_groups() -> None:
+    """Let the threads of destroyed groups end."""
+    groups[:] = [group for group in groups if group in dist.distributed_c10d._world.pg_map]
 
 
 def install() -> None:
