@@ -11,6 +11,7 @@ from freescale.balance.cost import Cost, sizes
 from freescale.balance.planner import SUMS, CostModel, CostModelEstimator, Planner, Stopwatch
 from freescale.config import BalanceConfig, RunConfig
 from freescale.train.build import build
+from freescale.train.trainer import Trainer
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined, small
 
@@ -99,11 +100,26 @@ def test_the_first_step_of_a_process_is_not_counted() -> None:
     assert watch.read() == [0] * 5
 
 
+def measure_true_cost(planner: Planner, trainer: Trainer) -> None:
+    """Let a step take the time of its samples by `TRUE`, whatever else runs on this machine."""
+    watch = planner.stopwatch
+    if watch is not None:
+        trainer.components.profiler.on_compute_time = lambda step, _: watch.record_time(
+            step, true_nanoseconds(watch, step)
+        )
+
+
+def true_nanoseconds(watch: Stopwatch, step: int) -> int:
+    """The compute time of a step that was recorded."""
+    return int(1e9 * (STEP + TRUE.summed(*watch._pending[step])))
+
+
 def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tuple[Any, Any]:
     """What placements rest on before and after a run."""
     trainer = build(config, joined(world), Path(folder))
     planner = trainer.components.planner
     assert planner is not None
+    measure_true_cost(planner, trainer)
     if resume:
         trainer.checkpoints.resume()
     before = planner.state_dict()
@@ -115,14 +131,13 @@ def adapting(world: World, config: RunConfig, folder: str, resume: bool) -> tupl
 def test_what_was_learnt_is_in_the_checkpoint_and_all_ranks_learn_alike(
     groups: dict[int, Ranks], log: Path, tmp_path: Path
 ) -> None:
-    model = {"dim": 64}  # so that what a token takes stands out of the noise
-    config = small(log, model=model, balance={"adapt": True}, train={"max_steps": 24, "epochs": 10})
+    config = small(log, balance={"adapt": True}, train={"max_steps": 24, "epochs": 10})
     (guess, one), (_, two) = groups[2].run(adapting, config, str(tmp_path), False)
     assert one == two
     assert one["cost"] != guess["cost"]
-    more = small(log, model=model, train={"max_steps": 26, "epochs": 10})
+    more = small(log, train={"max_steps": 26, "epochs": 10})
     for rank in groups[2].run(adapting, more, str(tmp_path), True):
         assert rank == (one, one)  # nothing is learnt any more, and nothing is forgotten
-    own = small(log, model=model, balance={"cost": (1.0, 2.0, 3.0)}, train={"max_steps": 28, "epochs": 10})
+    own = small(log, balance={"cost": (1.0, 2.0, 3.0)}, train={"max_steps": 28, "epochs": 10})
     for before, _ in groups[2].run(adapting, own, str(tmp_path), True):
         assert before["cost"][:3] == [1.0, 2.0, 3.0]
