@@ -1,14 +1,16 @@
-"""Measures the rules of `model.memory` against attention to all earlier events: visible pairs and time.
+"""Measures the rules of `model.memory` against attention to all earlier events: visible pairs, time and peak memory.
 
-    python benchmarks/memory.py [--events 1000 4000 16000] [--dim 64] [--rounds 3] [--out FILE.json]
+    python benchmarks/memory.py [--events 1000 4000 16000] [--peak 4000 16000 64000] [--rounds 3] [--out FILE.json]
 
 Forward and backward of an HSTU layer over one history, one thread, all rules in turns; "again" is full attention a
 second time. Times are CPU time of the thread. The linear part is the same layer without attention. The bound: 1.25 of
-the linear part of a rule's tokens plus the share of pairs of the time of full attention.
+the linear part of a rule's tokens plus the share of pairs of the time of full attention. Peak memory: what a fresh
+process holds during forward and backward beyond the layer and its input.
 """
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from pathlib import Path
@@ -90,15 +92,43 @@ def compare(events: int, dim: int, rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+def peak(rule: dict[str, Any], events: int, dim: int) -> dict[str, Any]:
+    """Return the peak memory of forward and backward in this process."""
+    torch.set_num_threads(1)
+    layer = Layer(rule, events, dim)
+    Layer(rule, 100, dim).seconds()  # compiles and loads
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    layer.seconds()
+    held = _resident("VmHWM") - before
+    return {
+        "events": events,
+        "memory": rule.get("memory", "full"),
+        "tokens": layer.layout.tokens,
+        "peak_mb": round(held / 1e6, 1),
+        "peak_bytes_per_token": round(held / layer.layout.tokens),
+    }
+
+
+def _resident(name: str) -> int:
+    """Return a field of the status of this process, in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, nargs="+", default=[1000, 4000, 16000])
+    parser.add_argument("--peak", type=int, nargs="*", default=[4000, 16000, 64000])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = [result for events in options.events for result in compare(events, options.dim, options.rounds)]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        tasks = [(rule, events, options.dim) for rule in ({}, SEGMENTS, LOCAL) for events in options.peak]
+        results += pool.starmap(peak, tasks, chunksize=1)
     for result in results:
         print(json.dumps(result), flush=True)
     record.save(options.out, results)

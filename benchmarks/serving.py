@@ -116,18 +116,25 @@ def measure_retrieval(place: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def measure_candidates(place: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare one call with many candidates and ten calls with a tenth each."""
-    freescale("data", "synth", place / "rank", "--preset", "kuairand-ranking", "--users", 300)
+    """Compare one call with many candidates and ten calls with a tenth each, of programs of both formats."""
+    freescale("data", "synth", place / "rank", "--preset", "kuairand-ranking", "--users", 300, "--shorter", 64)
     words = ["--data", place / "rank", "--out", place / "ranked", "--train.max-steps", 2, "--quiet"]
-    freescale("train", "tiny", *words, "--task.kind", "ranking", "--task.labels", "label")
-    trained = load_run(place / "ranked")
-    write_package(trained, place / "ranking", "pt2")
+    freescale("train", "tiny", *words, "--task.kind", "ranking", "--task.labels", "label_like")
+    trained, found = load_run(place / "ranked"), {}
+    formats: tuple[Format, ...] = ("pt2", "aoti")
+    for form in formats:
+        write_package(trained, place / f"ranking-{form}", form)
+        found[form] = compare_calls(serve.Recommender(place / f"ranking-{form}"), options)
     destroy_world()
-    model = serve.Recommender(place / "ranking")
+    return found
+
+
+def compare_calls(model: serve.Recommender, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare one call with calls of a tenth of its candidates."""
     example = model.facts["example"]["request"]
     columns = [name for name in example if name.startswith("candidate_")]
     request = example | {name: example[name][:1] * CANDIDATES for name in columns}
-    request |= {"candidate_id": np.random.default_rng(0).integers(0, 1000, CANDIDATES).tolist()}
+    request |= {"candidate_id": np.random.default_rng(0).integers(0, 256, CANDIDATES).tolist()}
     kept, size = model.encode([request]), CANDIDATES // CALLS
     parts = [request | {name: request[name][i : i + size] for name in columns} for i in range(0, CANDIDATES, size)]
     sides = {

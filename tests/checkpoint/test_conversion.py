@@ -1,5 +1,6 @@
 """Checkpoints go to torch.distributed.checkpoint and TorchRec and back, and every bit stays what it was."""
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,13 @@ def test_a_damaged_folder_is_an_error_and_never_other_values(tmp_path: Path) -> 
         except FreeScaleError as error:
             raise AssertionError(error) from error
     assert outcomes == {"harmless", "refused"}
+
+
+def test_a_chunk_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(600.0).view(20, 30)}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    path = tmp_path / "bad" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([20, 150])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match="a chunk of 'a' is outside of it"):
+        everything(tmp_path / "bad")

@@ -13,6 +13,7 @@ import torch
 
 from freescale.config import DataConfig, FeatureConfig, TaskConfig
 from freescale.data.batch import Batch, set_group
+from freescale.data.dataset import Dataset
 from freescale.data.feature_schema import ANCHOR, FeatureSchema
 from freescale.data.loader import Loader
 from freescale.errors import DataError, FreeScaleError
@@ -193,3 +194,9 @@ def test_a_data_set_with_another_vocabulary_of_a_feature_is_refused(tmp_path: Pa
     identities[0].require_same(identities[0], where="here")
     with pytest.raises(DataError, match="column 'artist' has 5 ids; the model was trained on 4"):
         identities[1].require_same(identities[0], where="here")
+
+
+def test_a_column_of_candidates_without_candidates_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data", {}, candidate_price=lists(LENGTHS, [1.0] * 6, pa.float64()))
+    with pytest.raises(DataError, match="column 'candidate_price' needs candidates"):
+        Dataset(str(tmp_path / "data"), features=["candidate_price"])

@@ -172,7 +172,7 @@ def test_blocks_and_c_equal_the_dense_reference(batch: Histories, dtype: torch.d
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_300_long_batches_equal_the_dense_reference(batch: Histories, dtype: torch.dtype, within: float) -> None:
     layout = batch.layout
-    x = inputs(layout, heads=2, width=4, dtype=dtype, longest=1700)
+    x = inputs(layout, heads=2, width=4, dtype=dtype, longest=5000)  # 400 events with 8 summary tokens each
     with torch.no_grad():
         found = [blocks.forward(x), *blocks.backward(x, upstream(x.v))]
     require_equal(found, dense(x, batch, layout), within)

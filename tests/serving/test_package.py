@@ -1,6 +1,7 @@
 """An exported folder answers as the trained model does, in a process that has neither freescale nor a compiler.
 
-Gate: 60 requests of two models, programs of torch.export. With --whole: 1,000 requests of four models, both formats.
+Gate: 60 requests of two models as programs of torch.export, and of a small one that is compiled. With --whole: 1,000
+requests of five models, both formats.
 """
 
 import itertools
@@ -108,6 +109,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, FeatureConfig]]] = {
     "retrieval": ("sasrec", {"interleave": True}, FEATURES | DYNAMIC_ITEMS),
     "ranking": ("hstu", RANKING | {"experts": 2}, FEATURES | CROSSED | DYNAMIC_ITEMS),
 }
+COMPILED = {"without features": ("hstu", {"seen": "allow"}, {})}
+"""Compiled in the gate, too."""
 MORE_MODELS = {
     "retrieval of a vocabulary": ("hstu", {"seen": "allow"}, FEATURES),
     "ranking of a vocabulary": ("sasrec", RANKING, FEATURES | CROSSED),
@@ -115,7 +118,7 @@ MORE_MODELS = {
 
 
 def config_of(name: str, data: Path) -> RunConfig:
-    kind, task, features = (MODELS | MORE_MODELS)[name]
+    kind, task, features = (MODELS | COMPILED | MORE_MODELS)[name]
     config = small(data, model={"kind": kind}, task=task, train={"precision": "fp32"}, data={"split": "none"})
     return replace(config, features=features)
 
@@ -162,10 +165,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory, whole_form: bool) -> Expor
     write_dataset(place / "data", table, rows_per_group=8, items=KNOWN)  # the other items are unknown
     requests = pl.DataFrame(table).drop("label_click", "label_dwell").to_dicts()
     made, world = Exports(requests, {}, {}, {}), init_world(timeout=60)
-    for number, name in enumerate([*MODELS, *(MORE_MODELS if whole_form else ())]):
+    for number, name in enumerate([*MODELS, *COMPILED, *(MORE_MODELS if whole_form else ())]):
         model = trained(config_of(name, place / "data"), world, place / f"run-{number}")
         made.expected[name] = expected(model)
-        for kind in ("pt2", "aoti") if whole_form else ("pt2",):
+        for kind in ("pt2", "aoti") if whole_form else ("aoti",) if name in COMPILED else ("pt2",):
             made.folders[name, kind] = place / f"{kind}-{number}"
             write_package(model, made.folders[name, kind], kind)
     destroy_world()

@@ -82,6 +82,8 @@ class DcpFolder:
             self.tensors[name] = StoredTensor(dtype, size)
             boxes = [(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in entry.state["chunks"]]
             self._chunks[name] = [DcpChunk(*box, stored[name, box[0]]) for box in boxes]
+            if not all(_is_inside(chunk, self.tensors[name]) for chunk in self._chunks[name]):
+                raise ValueError(f"a chunk of '{name}' is outside of it, or larger than its bytes")
         paths = state.get("planner_data") or {}
         self.paths = {name: tuple(paths.get(name, (name,))) for name in [*self.tensors, *self.objects]}
 
@@ -159,6 +161,14 @@ def load_tensor(raw: bytes, *, where: str) -> Tensor:
 
 def _is_tensor(found: Any) -> bool:
     return isinstance(found, PickledObject) and found.kind == "_rebuild_tensor_v2"
+
+
+def _is_inside(chunk: DcpChunk, tensor: StoredTensor) -> bool:
+    """Return whether a chunk is a box of the tensor, and has as many bytes as its values need."""
+    dtype, size = tensor
+    ends = [offset + count for offset, count in zip(chunk.offsets, chunk.sizes, strict=True)]
+    fits = len(ends) == len(size) and all(end <= most for end, most in zip(ends, size, strict=False))
+    return fits and math.prod(chunk.sizes) * dtype.itemsize <= chunk.stored.size
 
 
 def _sizes(given: Any) -> tuple[int, ...]:

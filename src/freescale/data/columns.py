@@ -86,11 +86,12 @@ def select_columns(schema: pa.Schema, features: Sequence[str | ColumnRequest], w
     by_name |= {column.name: column for column in features if isinstance(column, ColumnRequest)}
     names = [column.name if isinstance(column, ColumnRequest) else column for column in features]
     selected = {}
-    for column in by_name.values():
-        if column.group == "candidates" and CANDIDATE not in present:
-            what = f"{column.owner} needs candidates, but the data has no column '{CANDIDATE}'"
-            remedy = "import impressions as candidates, or take events as targets: task.anchors"
-            raise DataError(what, where=where, remedy=remedy)
+    needs = [column.owner for column in by_name.values() if column.group == "candidates"]
+    needs += [f"column '{name}'" for name in names if name not in by_name and is_candidate(name)]
+    if needs and CANDIDATE not in present:
+        what = f"{needs[0]} needs candidates, but the data has no column '{CANDIDATE}'"
+        remedy = "import impressions as candidates, or take events as targets: task.anchors"
+        raise DataError(what, where=where, remedy=remedy)
     for name in dict.fromkeys([*REQUIRED, *names, *([CANDIDATE] if CANDIDATE in present else []), *labels]):
         owner = f"{by_name[name].owner} reads column '{name}', which the data does not have" if name in by_name else ""
         if name not in present:

@@ -12,6 +12,7 @@ from freescale.models.attention.operators import hstu_attention, softmax_attenti
 from freescale.models.jagged import TIME_BUCKETS, BiasTables, JaggedLayout
 from freescale.models.keyed import Keys
 from freescale.models.plain_layout import PlainLayout
+from freescale.visibility import Visibility
 
 
 class InputEmbedding(nn.Module):
@@ -28,21 +29,23 @@ class InputEmbedding(nn.Module):
     def forward(self, x: Tensor, layout: JaggedLayout | PlainLayout, keys: Keys | None) -> Tensor:
         """Embed packed events [tokens, dim], 0 at summary tokens, which are embedded here. `keys` enable dropout."""
         x = x * self._scale + F.embedding(layout.limits, self.position)
-        summaries = self._summaries(layout)
-        if summaries is not None:
-            tokens, place = summaries
-            x = x.index_add(0, tokens, F.embedding(place, self.summary).to(x.dtype))
+        self._check(layout.visibility)
+        if isinstance(layout, JaggedLayout):
+            if layout.summaries is not None:
+                tokens, place = layout.summaries
+                x = x.index_add(0, tokens, F.embedding(place, self.summary).to(x.dtype))
+        elif layout.summary_place is not None and self._memory == "segments":
+            of_summaries = F.embedding(layout.summary_place.clamp(min=0), self.summary)
+            x = x + torch.where(layout.summary_place[:, None] >= 0, of_summaries, 0.0)
         return x if keys is None else keys.dropout(x, self._dropout, salt=0)
 
-    def _summaries(self, layout: JaggedLayout | PlainLayout) -> tuple[Tensor, Tensor] | None:
-        """Return the summary tokens of a layout, which must have the rule that this model was built for."""
-        rule = layout.visibility if isinstance(layout, JaggedLayout) else None
+    def _check(self, rule: Visibility | None) -> None:
+        """Refuse a layout with another rule than that of the model."""
         given = "full" if rule is None else "segments" if rule.segment else "local"
         if given != self._memory:
             what = f"the model was built for model.memory = {self._memory}, but its batch is laid out for {given}"
             remedy = "give `visibility=Visibility.of_model(config.model, ...)` to TokenMap.from_batch"
             raise UsageError(what, remedy=remedy)
-        return layout.summaries if isinstance(layout, JaggedLayout) else None
 
 
 class Encoder(nn.Module):

@@ -7,6 +7,7 @@ holds keys that none of its queries sees only where its queries see different on
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,11 +111,11 @@ class QueryBlock:
         """Number of keys."""
         return self.far + (self.near.stop - self.near.start) + (self.own.stop - self.own.start)
 
-    def parts(self, far_keys: int) -> Iterator[tuple[slice, slice]]:
-        """Yield columns of the block, and their places among keys that begin with all `far_keys`."""
-        begin = 0
-        near, own = (slice(far_keys + part.start, far_keys + part.stop) for part in (self.near, self.own))
-        for places in (slice(0, self.far), near, own):
+    @property
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the columns of near keys and of own ones, and their positions."""
+        begin = self.far
+        for places in (self.near, self.own):
             count = places.stop - places.start
             if count:
                 yield slice(begin, begin + count), places
@@ -128,30 +129,57 @@ class BlockPlan:
     blocks: list[QueryBlock]
     far: Tensor
 
-    def extend(self, x: Tensor) -> Tensor:
-        """Return keys or values [n, places, width] with those of the far keys before them, next to each other."""
-        return torch.cat([x.index_select(1, self.far), x], dim=1) if len(self.far) else x
-
-    def fold(self, total: Tensor) -> Tensor:
-        """Add the gradients of the extension to those of the keys. The reverse of `extend`."""
-        count = len(self.far)
-        return total[:, count:].index_add_(1, self.far, total[:, :count]) if count else total
-
-    def select(self, extended: Tensor, block: QueryBlock) -> Tensor:
-        """Return the keys or values of a block."""
-        parts = [extended[:, places] for _, places in block.parts(len(self.far))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def add_products_(self, total: Tensor, block: QueryBlock, weights: Tensor, rows: Tensor) -> None:
-        """Add weights.mT @ rows to the extended gradients of the keys of a block."""
-        for columns, places in block.parts(len(self.far)):
-            total[:, places].baddbmm_(weights[:, :, columns].mT, rows)
+    def split(self, x: Tensor) -> "SplitKeys":
+        """Return keys or values [n, places, width] with a copy of the far ones, which follow each other there."""
+        return SplitKeys(x, x[:, self.far])
 
     def positions(self, block: QueryBlock) -> Tensor:
         """Return the positions of the keys of a block."""
-        device, own, near = self.far.device, block.own, block.near
-        parts = [torch.arange(part.start, part.stop, device=device) for part in (near, own)]
+        parts = [torch.arange(part.start, part.stop, device=self.far.device) for part in (block.near, block.own)]
         return torch.cat([self.far[: block.far], *parts])
+
+
+class SplitKeys(NamedTuple):
+    """The keys of a bucket, their values, or the gradients of either."""
+
+    all: Tensor
+    """[n, places, width]"""
+    far: Tensor
+    """Those of far keys: [n, far keys, width]."""
+
+    def parts(self, block: QueryBlock) -> Iterator[tuple[slice, Tensor]]:
+        """Yield columns of a block, and what belongs to their keys: without a copy."""
+        if block.far:
+            yield slice(0, block.far), self.far[:, : block.far]
+        for columns, places in block.parts:
+            yield columns, self.all[:, places]
+
+    def select(self, block: QueryBlock) -> Tensor:
+        """Return what belongs to the keys of a block."""
+        parts = [part for _, part in self.parts(block)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def multiply(self, rows: Tensor, block: QueryBlock, *, out: Tensor) -> Tensor:
+        """Compute rows @ keys.mT."""
+        for columns, keys in self.parts(block):
+            torch.bmm(rows, keys.mT, out=out[:, :, columns])
+        return out
+
+    def mix(self, weights: Tensor, block: QueryBlock, *, out: Tensor) -> None:
+        """Compute weights @ values."""
+        (columns, values), *others = self.parts(block)
+        torch.bmm(weights[:, :, columns], values, out=out)
+        for columns, values in others:
+            out.baddbmm_(weights[:, :, columns], values)
+
+    def add_products_(self, weights: Tensor, rows: Tensor, block: QueryBlock) -> None:
+        """Add weights.mT @ rows to the gradients of the keys of a block."""
+        for columns, total in self.parts(block):
+            total.baddbmm_(weights[:, :, columns].mT, rows)
+
+    def join_(self, plan: BlockPlan) -> Tensor:
+        """Add the gradients of far keys to those of all keys, and return these."""
+        return self.all.index_add_(1, plan.far, self.far) if len(plan.far) else self.all
 
 
 def _plan_blocks(spans: Tensor, limits: Tensor, begins: Tensor | None, far: FarKeys | None) -> list[BlockPlan]:
@@ -177,7 +205,10 @@ def _plan_bucket(bucket: LengthBucket, limits: Tensor, begins: Tensor, far: FarK
         earliest, latest = min(first[begin:end]), max(last[begin:end])
         near = slice(earliest, end) if latest >= begin else slice(earliest, max(earliest, latest))
         own = slice(end, end) if latest >= begin else slice(begin, end)
-        blocks.append(QueryBlock(slice(begin, end), int(far.count_before(earliest)), near, own))
+        skipped = int(far.count_before(earliest))
+        if skipped == earliest:  # nothing is skipped: all keys follow each other
+            skipped, near = 0, slice(0, near.stop)
+        blocks.append(QueryBlock(slice(begin, end), skipped, near, own))
     places = torch.arange(length, device=device)
     needed = max(block.far for block in blocks)
     return BlockPlan(blocks, places[far.contains(places)][:needed])
@@ -225,9 +256,16 @@ class PaddedBatch:
         masked = padded if self.bucket.single else padded.masked_fill(~self.bucket.valid[:, :, None, None], 0)
         return _fold_heads(masked).to(self.q.dtype)
 
+    def result(self, packed: Tensor) -> Tensor:
+        """Return memory for a padded result: that of the packed tokens, if it has the same layout."""
+        if self.bucket.single and self.heads == 1 and packed.dtype == self.q.dtype:
+            return packed[self.bucket.single].transpose(0, 1)
+        return torch.empty_like(self.q)
+
     def unpad(self, padded: Tensor, packed: Tensor) -> None:
-        """Write a padded result to packed tokens."""
-        self.bucket.scatter(padded.unflatten(0, (-1, self.heads)).transpose(1, 2), packed)
+        """Write a padded result to packed tokens, unless it is in their memory."""
+        if padded.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr():
+            self.bucket.scatter(padded.unflatten(0, (-1, self.heads)).transpose(1, 2), packed)
 
     def visible(self, block: QueryBlock) -> Tensor:
         """Return which keys the queries of a block see: [samples or 1, queries, keys]."""

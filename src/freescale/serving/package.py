@@ -5,6 +5,7 @@ weights.safetensors                           all weights and tables; new ones n
 items.npy, item_ids.npy, items.parquet        retrieval: unit vectors of all items, their ids and keys, for an index
 serving.json                                  columns of a request, bounds, versions, checksums, an example
 serve.py                                      answers requests with torch and numpy alone
+states.py                                     the same from states of users, for other `model.memory` than "full"
 follow.py                                     loads new versions, see `publish`
 """
 
@@ -31,13 +32,14 @@ from freescale.embedding.zero_collision_layout import EMPTY
 from freescale.errors import UsageError
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
+from freescale.serving import states
 from freescale.serving.programs import Program, ServedModel, programs_of
 from freescale.serving.request_columns import describe, example_value
 from freescale.serving.serve import Recommender
 from freescale.train.trained_model import LogKeys, TrainedModel
 
 Format = Literal["pt2", "aoti"]
-_SCRIPTS = ("serve.py", "follow.py")
+_SCRIPTS = ("serve.py", "states.py", "follow.py")
 _STATIC = ("heads", "width")
 _MOST = 1 << 16
 """Of every other size of a request."""
@@ -65,10 +67,14 @@ def write_package(trained: TrainedModel, target: Path, format: Format) -> list[s
         sharded = trained.sharded.tables.tables if trained.sharded.tables is not None else []
         facts["dynamic"] = {t.name: [t.layout.buckets, t.layout.slots] for t in sharded if t.layout is not None}
         facts["tokens"] = [served.prefix, served.per_event]
+        if served.rule is not None:
+            model = trained.config.model
+            size = model.heads, 2 * model.layers * model.dim // model.heads  # of what is kept of a token
+            facts["states"] = [served.rule.segment, served.rule.summaries, *size]
         facts["files"] = {name: export.describe(folder / name) for name in files}
         _write_facts(facts, folder)
         _write_facts(facts | {"example": _example(folder, programs)}, folder)
-        Recommender(folder).check()
+        _recommender(facts)(folder).check()
         written = [*sorted(files), "serving.json"]  # which comes last: with it the export is complete
         for name in written:
             (folder / name).replace(target / name)
@@ -99,12 +105,18 @@ def _write_facts(facts: Mapping[str, Any], folder: Path) -> None:
 
 def _example(folder: Path, programs: Mapping[str, Program]) -> dict[str, Any]:
     """Return a request and the answer of the programs before they were traced."""
-    eager = Recommender(folder, {name: program.module for name, program in programs.items()})
+    facts = json.loads((folder / "serving.json").read_text())
+    eager = _recommender(facts)(folder, {name: program.module for name, program in programs.items()})
     columns = [column for of_program in eager.facts["programs"].values() for column in of_program.values()]
     request = {column["column"]: example_value(column) for column in columns}
-    if "query" in programs:
+    if facts["task"] == "retrieval":
         return {"request": request, "answer": eager.recommend([request])[0]}
     return {"request": request, "answer": eager.score(eager.encode([request]), [request])[0]}
+
+
+def _recommender(facts: Mapping[str, Any]) -> type[Recommender]:
+    """Return what answers requests."""
+    return states.StatefulRecommender if "states" in facts else Recommender
 
 
 def _tables(trained: TrainedModel) -> dict[str, Tensor]:
@@ -122,7 +134,7 @@ def _write_program(served: ServedModel, program: Program, path: Path, format: Fo
     dims: dict[str, Any] = {n: torch.export.Dim(n, min=1 if n == "samples" else 2, max=_MOST) for n in names}
     static = torch.export.Dim.STATIC
     dims |= dict.fromkeys(_STATIC, static)
-    weights = served.weights()
+    weights = dict(sorted(served.weights().items()))  # as `serve` passes them: AOTInductor ignores names
     shapes = (
         {name: dict.fromkeys(range(value.dim()), static) for name, value in weights.items()},
         {name: {i: dims[size] for i, size in enumerate(of)} for name, of in program.sizes.items()},

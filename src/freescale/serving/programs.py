@@ -2,11 +2,13 @@
 
 Every program takes its weights as inputs, so that new weights need no new program. Retrieval has one,
 `query`: the vector of each user. Ranking has two: `history` returns the keys and values of a history, `candidates`
-scores any number of candidates with them, now or later.
+scores any number of candidates with them, now or later. With a rule of visibility, `append` stands for `query` and
+`history`: it encodes the next tokens of histories of which what later tokens see is kept.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from freescale.data.feature_schema import Feature, candidate_column
 from freescale.errors import UsageError
 from freescale.models.feature_embedding import FeatureValues
 from freescale.models.jagged import EventTimes, time_bucket_table
-from freescale.models.plain_layout import PlainCandidates, PlainHistories
+from freescale.models.plain_layout import KeptTokens, PlainAppended, PlainCandidates, PlainHistories
 from freescale.models.protocol import Rows
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 from freescale.serving.request_columns import RAW, RequestColumn, candidate_columns, history_columns
+from freescale.visibility import Visibility
 
 Tensors = Mapping[str, Tensor]
 _EXTENTS = {"samples": 3, "events": 7, "candidates": 5}
@@ -34,6 +37,14 @@ _OTHER_SIZES = {
     "event": ("samples", "tokens"),
     "tokens": ("samples",),
     "last": ("samples",),
+    "place": ("samples", "tokens"),
+    "begin_token": ("samples",),
+    "end_token": ("samples",),
+    "first_event": ("samples",),
+    "last_time": ("samples",),
+    "kept_place": ("samples", "kept"),
+    "kept_event": ("samples", "kept"),
+    "kept_values": ("samples", "heads", "kept", "width"),
 }
 """Sizes of the inputs that are no columns: the numbers of events, the tokens, and what is kept of a history."""
 
@@ -68,27 +79,37 @@ class ServedModel(nn.Module):
 
         They are selected, not joined: Inductor miscompiles joined integers, and torch.export their sizes.
         """
-        features, position = self.model.features.applicable("history"), inputs["position"]
+        position = inputs["position"]
         after_prefix = position - self.prefix
         of_event, is_prefix = after_prefix.clamp(min=0) // self.per_event, after_prefix < 0
         is_action = after_prefix % self.per_event == self.per_event - 1  # without interleaving every event is one
-        event, query = inputs["timestamp"][:, of_event], self._query_times(inputs)[:, of_event]
-        actions = [feature for feature in features if self.per_event > 1 and feature.config.scope == "event"]
-        x = F.embedding(inputs["item"], self.tables["item"])
-        items = self.add(x, {feature: inputs[feature.column] for feature in features if feature not in actions})
+        event, query = inputs["timestamp"][:, of_event], self.query_times(inputs)[:, of_event]
+        items, actions = self.embed_events(inputs)
         x = items[:, of_event]
         if self.per_event > 1:
-            taken = self.add(torch.zeros_like(items), {feature: inputs[feature.column] for feature in actions})
-            x = torch.where(is_action[:, None], taken[:, of_event], x)
-        if users := self.model.features.applicable("sample"):
-            prefix = torch.stack([self._feature(feature, inputs[feature.column]) for feature in users], dim=1)
-            x = torch.where(is_prefix[:, None], prefix.to(x.dtype)[:, position.clamp(max=len(users) - 1)], x)
+            x = torch.where(is_action[:, None], actions[:, of_event], x)
+        if self.prefix:
+            prefix = self.embed_users(inputs).to(x.dtype)
+            x = torch.where(is_prefix[:, None], prefix[:, position.clamp(max=self.prefix - 1)], x)
         query = torch.where(is_prefix, 0, torch.where(is_action, query, event))
         event = torch.where(is_prefix, 0, event)
         layout = PlainHistories(EventTimes(event, query), buckets=self.time_buckets)
         return self.model.encoder(x.flatten(0, 1), layout).unflatten(0, x.shape[:2]), layout
 
-    def _query_times(self, inputs: Tensors) -> Tensor:
+    def embed_events(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of item and of action tokens; without interleaving the latter are 0."""
+        features = self.model.features.applicable("history")
+        actions = [feature for feature in features if self.per_event > 1 and feature.config.scope == "event"]
+        x = F.embedding(inputs["item"], self.tables["item"])
+        items = self.add(x, {feature: inputs[feature.column] for feature in features if feature not in actions})
+        return items, self.add(torch.zeros_like(items), {feature: inputs[feature.column] for feature in actions})
+
+    def embed_users(self, inputs: Tensors) -> Tensor:
+        """Return the embeddings of prefix tokens."""
+        users = self.model.features.applicable("sample")
+        return torch.stack([self._feature(feature, inputs[feature.column]) for feature in users], dim=1)
+
+    def query_times(self, inputs: Tensors) -> Tensor:
         """Return when each event is asked for the next one: at its time, and the last one at the time of the request.
 
         Candidates of ranking come last, so that events are asked at their own time.
@@ -110,6 +131,11 @@ class ServedModel(nn.Module):
     def per_event(self) -> int:
         """Number of tokens of an event."""
         return 1 + self.config.task.interleave
+
+    @property
+    def rule(self) -> Visibility | None:
+        """What a token sees; None: all earlier ones."""
+        return Visibility.of_model(self.config.model, prefix=self.prefix, per_event=self.per_event)
 
     def add(self, x: Tensor, columns: Mapping[Feature, Tensor]) -> Tensor:
         """Add the embeddings of features to those of events or candidates: [samples, columns, dim]."""
@@ -162,18 +188,71 @@ def history(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
     return {"kept": kept, "event": event, "tokens": tokens, "last": last_times(inputs)}
 
 
+def append(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
+    """Encode the tokens from `begin_token` to `end_token`; return what is kept with them, and which of it to keep.
+
+    Columns hold the events from `first_event` on. A summary token may follow an event before them, at `last_time`.
+    """
+    rule = served.rule
+    assert rule is not None
+    place = inputs["begin_token"][:, None] + inputs["position"]
+    after_prefix, tokens = (place - rule.prefix).clamp(min=0), rule.segment * rule.per_event
+    period = rule.far.period if rule.segment else 1 << 40
+    within = after_prefix % period
+    event_index = after_prefix // period * rule.segment + within.clamp(max=(tokens or period) - 1) // rule.per_event
+    column = event_index - inputs["first_event"][:, None]
+    is_prefix, is_summary = place < rule.prefix, rule.is_summary(place)
+    is_action = within % rule.per_event == rule.per_event - 1  # without interleaving every event is one
+
+    def of_column(values: Tensor) -> Tensor:
+        index = column.clamp(min=0, max=values.shape[1] - 1)
+        return values.gather(
+            1, index.reshape(*index.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
+        )
+
+    items, actions = served.embed_events(inputs)
+    x = of_column(items)
+    if rule.per_event > 1:
+        x = torch.where(is_action[:, :, None], of_column(actions), x)
+    x = torch.where(is_summary[:, :, None], 0.0, x)
+    if rule.prefix:
+        users = served.embed_users(inputs).to(x.dtype)
+        index = place.clamp(max=rule.prefix - 1)[:, :, None].expand(-1, -1, users.shape[2])
+        x = torch.where(is_prefix[:, :, None], users.gather(1, index), x)
+    event = torch.where(column >= 0, of_column(inputs["timestamp"]), inputs["last_time"][:, None])
+    query = torch.where(is_action & ~is_summary, of_column(served.query_times(inputs)), event)
+    event, query = (torch.where(is_prefix, 0, times) for times in (event, query))
+    kept = KeptTokens(inputs["kept_place"], inputs["kept_event"], inputs["kept_values"])
+    end = inputs["end_token"][:, None]
+    position = torch.where(place < end, place, -1)
+    layout = PlainAppended(position, EventTimes(event, query), kept, rule=rule, buckets=served.time_buckets)
+    output = served.model.encoder(x.flatten(0, 1), layout).unflatten(0, x.shape[:2])
+    key = layout.key_position
+    result = {
+        "place": key,
+        "event": layout.key_time,
+        "values": torch.cat(layout.kept, dim=-1).unflatten(0, (x.shape[0], served.config.model.heads)),
+        "keep": (key >= 0) & ((key >= rule.begins(end, end)) | rule.far.contains(key)),
+    }
+    if isinstance(served.model, Retrieval):
+        last = (inputs["end_token"] - inputs["begin_token"] - 1).clamp(min=0)
+        at_last = output.gather(1, last[:, None, None].expand(-1, -1, output.shape[2]))[:, 0]
+        result["vector"] = F.normalize(at_last, dim=-1)
+    return result
+
+
 def candidates(served: ServedModel, inputs: Tensors) -> dict[str, Tensor]:
     """Return one output per candidate and label, after histories that are kept: a probability, or a number."""
     model = served.model
     assert isinstance(model, Ranking)
     samples, columns = inputs["candidate_id"].shape
     time = torch.where(inputs["time"] < 0, inputs["last"], inputs["time"])
+    position = (
+        inputs["place"] if "place" in inputs else torch.arange(inputs["kept"].shape[2]).expand_as(inputs["event"])
+    )
+    kept = KeptTokens(position, inputs["event"], inputs["kept"])
     layout = PlainCandidates(
-        inputs["tokens"],
-        EventTimes(inputs["event"], time),
-        inputs["kept"],
-        columns=columns,
-        buckets=served.time_buckets,
+        inputs["tokens"], time, kept, columns=columns, buckets=served.time_buckets, rule=served.rule
     )
     x = F.embedding(inputs["candidate_id"], served.tables["item"]) + model.is_candidate
     x = served.add(x, _candidate_features(served, {**inputs, "candidate_timestamp": time}))
@@ -238,19 +317,34 @@ class WithWeights(nn.Module):
 def programs_of(served: ServedModel) -> dict[str, Program]:
     """Return the programs of a model by name."""
     _require_free_names(served.model)
-    if served.config.model.memory != "full":
-        what = f'serving programs know model.memory = "full" only, and this model has "{served.config.model.memory}"'
-        raise UsageError(
-            what, remedy='use `freescale predict`, which runs every model, or train with model.memory = "full"'
-        )
     tokens, columns = served.prefix + served.per_event * _EXTENTS["events"], history_columns(served.model)
     sizes = {"length": torch.zeros(_EXTENTS["samples"], dtype=torch.int64), "position": torch.arange(tokens)}
+    if served.rule is not None:
+        first, name = _program(served, append, columns, sizes | _example_state(served)), "append"
+    elif isinstance(served.model, Retrieval):
+        first, name = _program(served, query, columns, sizes), "query"
+    else:
+        first, name = _program(served, history, columns, sizes), "history"
     if isinstance(served.model, Retrieval):
-        return {"query": _program(served, query, columns, sizes)}
-    encoded = _program(served, history, columns, sizes)
+        return {name: first}
     of_candidates = candidate_columns(served.model, dynamic_items="item" in served.config.features)
-    kept = history(served, encoded.example)
-    return {"history": encoded, "candidates": _program(served, candidates, of_candidates, kept)}
+    if served.rule is None:
+        kept = history(served, first.example)
+    else:
+        state = _example_state(served)
+        kept = {"kept": state["kept_values"], "event": state["kept_event"], "tokens": state["end_token"]}
+        kept |= {"last": state["last_time"], "place": state["kept_place"]}
+    return {name: first, "candidates": _program(served, candidates, of_candidates, kept)}
+
+
+def _example_state(served: ServedModel) -> dict[str, Tensor]:
+    """Return the inputs of `append` that are the state of users, in the order in which `states.py` gives them."""
+    model, samples, kept = served.config.model, _EXTENTS["samples"], 4
+    zeros = partial(torch.zeros, dtype=torch.int64)  # a tensor each: torch.export takes two names of one for one input
+    values = torch.zeros(samples, model.heads, kept, 2 * model.layers * model.dim // model.heads)
+    numbers = {name: zeros(samples) for name in ("begin_token", "end_token", "first_event", "last_time")}
+    tokens = {name: zeros(samples, kept) for name in ("kept_place", "kept_event")}
+    return numbers | tokens | {"kept_values": values}
 
 
 def _program(

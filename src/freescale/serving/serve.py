@@ -51,7 +51,7 @@ def pad(rows: list[Any], padding: int) -> Any:
 
 
 class Recommender:
-    """An exported model. Ids become rows here; the programs compute everything else."""
+    """An exported model. Ids become rows here; programs, compiled to take weights by position, do the rest."""
 
     def __init__(self, folder: str | Path, programs: Any = None, weights: Any = None) -> None:
         self.folder = Path(folder)
@@ -59,7 +59,7 @@ class Recommender:
         for name, entry in self.facts["files"].items():
             if hashlib.sha256((self.folder / name).read_bytes()).hexdigest() != entry["sha256"]:
                 raise ValueError(f"{self.folder / name} was changed or is incomplete: export again")
-        self.weights = dict(weights or read_safetensors(self.folder / "weights.safetensors"))
+        self.weights = dict(sorted((weights or read_safetensors(self.folder / "weights.safetensors")).items()))
         slots = {name: self.weights.pop(f"{name}.ids").numpy().ravel() for name in self.facts["dynamic"]}
         self.slots = {name: (ids[order := np.argsort(ids)], order) for name, ids in slots.items()}
         load = {"pt2": lambda path: torch.export.load(path).module(), "aoti": torch._inductor.aoti_load_package}
@@ -74,23 +74,23 @@ class Recommender:
         """Return the unit vector of each user, to compare with those of items.npy."""
         return self.programs["query"](self.weights, self._inputs("query", requests))["vector"]
 
-    def recommend(self, requests: list[dict[str, Any]], k: int = 10) -> list[dict[str, list[Any]]]:
-        """Return the best items of each request and their scores, best first."""
-        scores = self.query(requests) @ self.items.T
+    def recommend(self, requests: list[dict[str, Any]], k: int = 10, vectors: Any = None) -> list[dict[str, list[Any]]]:
+        """Return the best items of each request and their scores, best first. `vectors`: default those of `query`."""
+        scores = (self.query(requests) if vectors is None else vectors) @ self.items.T
         for row, request in enumerate(requests if self.facts["exclude_seen"] else []):
-            seen = np.asarray(request["item_id"])
+            seen = np.asarray(request.get("item_id", []))
             place = np.searchsorted(self.item_ids, seen).clip(max=len(self.item_ids) - 1)
             scores[row, place[self.item_ids[place] == seen]] = -torch.inf
         best, at = scores.topk(min(k, scores.shape[1]), dim=1)
         found = zip(self.item_ids[at.numpy()], best.numpy(), best.numpy() > -np.inf, strict=True)
         return [{"item_id": ids[ok].tolist(), "score": score[ok].tolist()} for ids, score, ok in found]
 
-    def encode(self, requests: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    def encode(self, requests: list[dict[str, Any]]) -> list[Any]:
         """Return what ranking keeps of the history of each request."""
         kept = self.programs["history"](self.weights, self._inputs("history", requests))
         return [{name: value[i : i + 1] for name, value in kept.items()} for i in range(len(requests))]
 
-    def score(self, kept: list[dict[str, torch.Tensor]], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def score(self, kept: list[Any], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the outputs of the candidates of each request, by label, after the history that is kept."""
         answers = []
         for history, request in zip(kept, requests, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -23,7 +24,7 @@ from freescale.errors import DataError
 from freescale.log import warning_once
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import CELL_SHIFT, EventTimes, time_bucket_table
-from freescale.models.padded_batches import PaddedBatch, QueryBlock, compute_dtype, padded_batches
+from freescale.models.padded_batches import PaddedBatch, QueryBlock, SplitKeys, compute_dtype, padded_batches
 from freescale.native import compile_and_load
 from freescale.visibility import FarKeys
 
@@ -39,11 +40,12 @@ def forward(x: AttentionInputs) -> Tensor:
     out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     pairs, buffer = select_pairs(x), ScratchBuffer()
     for batch in _padded(x):
-        k, v, mixed = batch.plan.extend(batch.k), batch.plan.extend(batch.v), torch.empty_like(batch.v)
+        k, v, mixed = batch.plan.split(batch.k), batch.plan.split(batch.v), batch.result(out)
         for block in batch.plan.blocks:
-            weights = buffer.bmm(batch.q[:, block.rows], batch.plan.select(k, block).mT)
+            rows = batch.q[:, block.rows]
+            weights = k.multiply(rows, block, out=buffer.take(rows, block.keys))
             pairs.weigh_(weights, batch, block)
-            torch.bmm(weights, batch.plan.select(v, block), out=mixed[:, block.rows])
+            v.mix(weights, block, out=mixed[:, block.rows])
         batch.unpad(mixed.div_(x.scale), out)
     return out
 
@@ -54,17 +56,18 @@ def backward(x: AttentionInputs, d_out: Tensor) -> AttentionGradients:
     pairs, buffer, d_buffer = select_pairs(x), ScratchBuffer(), ScratchBuffer()
     for batch in _padded(x):
         plan, gradient = batch.plan, batch.pad(d_out) / x.scale
-        k, v = plan.extend(batch.k), plan.extend(batch.v)
-        padded_dq, padded_dk, padded_dv = torch.empty_like(batch.q), torch.zeros_like(k), torch.zeros_like(v)
+        k, v = plan.split(batch.k), plan.split(batch.v)
+        padded_dq, *totals = (batch.result(packed) for packed in (d_q, d_k, d_v))
+        padded_dk, padded_dv = (SplitKeys(total.zero_(), torch.zeros_like(k.far)) for total in totals)
         for block in plan.blocks:
-            rows, keys = block.rows, plan.select(k, block)
-            weights = buffer.bmm(batch.q[:, rows], keys.mT)
-            d_score = d_buffer.bmm(gradient[:, rows], plan.select(v, block).mT)
+            q, d_mixed = batch.q[:, block.rows], gradient[:, block.rows]
+            weights = k.multiply(q, block, out=buffer.take(q, block.keys))
+            d_score = v.multiply(d_mixed, block, out=d_buffer.take(q, block.keys))
             pairs.weigh_backward_(weights, d_score, batch, block)
-            plan.add_products_(padded_dv, block, weights, gradient[:, rows])
-            plan.add_products_(padded_dk, block, d_score, batch.q[:, rows])
-            torch.bmm(d_score, keys, out=padded_dq[:, rows])
-        for padded, packed in ((padded_dq, d_q), (plan.fold(padded_dk), d_k), (plan.fold(padded_dv), d_v)):
+            padded_dv.add_products_(weights, d_mixed, block)
+            padded_dk.add_products_(d_score, q, block)
+            k.mix(d_score, block, out=padded_dq[:, block.rows])
+        for padded, packed in ((padded_dq, d_q), (padded_dk.join_(plan), d_k), (padded_dv.join_(plan), d_v)):
             batch.unpad(padded, packed)
     d_position, d_time = pairs.bias_gradients()
     return AttentionGradients(d_q, d_k, d_v, d_position.to(x.position.dtype), d_time.to(x.time.dtype))
@@ -81,12 +84,12 @@ class ScratchBuffer:
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
-    def bmm(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched matrix product. The next call overwrites it."""
-        shape = (len(a), a.shape[1], b.shape[2])
-        if math.prod(shape) > len(self._buffer) or a.dtype != self._buffer.dtype:
-            self._buffer = a.new_empty(math.prod(shape))
-        return torch.bmm(a, b, out=self._buffer[: math.prod(shape)].view(shape))
+    def take(self, rows: Tensor, keys: int) -> Tensor:
+        """Return memory for the scores of rows. The next call returns the same memory."""
+        shape = (len(rows), rows.shape[1], keys)
+        if math.prod(shape) > len(self._buffer) or rows.dtype != self._buffer.dtype:
+            self._buffer = rows.new_empty(math.prod(shape))
+        return self._buffer[: math.prod(shape)].view(shape)
 
 
 def select_pairs(x: AttentionInputs) -> "TorchPairs | NativePairs":
@@ -202,6 +205,12 @@ class _PairBlock(ctypes.Structure):
     )
 
 
+class _Scratch(ctypes.Structure):
+    """The memory of a thread."""
+
+    _fields_ = tuple((name, _Pointer) for name in ("cells", "runs", "far_time", "far_bias", "d_far_bias"))
+
+
 @lru_cache
 def load_library() -> ctypes.CDLL | str:
     """Compile and load pairs.c; return the reason if that fails."""
@@ -219,6 +228,8 @@ class NativePairs:
         self._threads = torch.get_num_threads()
         self._d_reversed = torch.zeros(self._threads, len(self._reversed), dtype=torch.float32)
         self._d_time = torch.zeros(self._threads, len(self._time), dtype=torch.float32)
+        self._batch: PaddedBatch | None = None
+        self._of_batch = _BatchArguments((), [])
 
     def weigh_(self, score: Tensor, batch: PaddedBatch, block: QueryBlock) -> None:
         """Replace scores by silu(score + biases), 0 for invisible pairs."""
@@ -237,31 +248,48 @@ class NativePairs:
         self, kernel: _Kernel, scores: Sequence[Tensor], batch: PaddedBatch, block: QueryBlock, sums: _Sums = ()
     ) -> None:
         """Divide the rows among threads. Each thread has its own sums."""
-        times, (history, limits) = batch.times, _checked_limits(batch, len(self._reversed))
-        assert times is not None
-        rows, near, own = block.rows, block.near, block.own
-        count, keys = rows.stop - rows.start, block.keys
-        begins, far = batch.begins if batch.begins is None else batch.begins.contiguous(), batch.far or _NO_FAR_KEYS
+        if batch is not self._batch:
+            self._batch, self._of_batch = batch, self._arguments(batch)
+        rows, near, keys = block.rows, block.near, block.keys
+        count = rows.stop - rows.start
         sizes = batch.samples, batch.heads, count, keys, rows.start, batch.bucket.max_length
-        visible = block.far, near.start, near.stop, own.start, *far
-        tables = self._time, self._by_cell, self._bucket_table, self._reversed
-        tensors = history, limits, begins, times.query, times.event, *tables
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        struct = _PairBlock(*sizes, *visible, *pointers, len(self._reversed))
+        visible = block.far, near.start, near.stop, block.own.start, *(batch.far or _NO_FAR_KEYS)
+        struct = _PairBlock(*sizes, *visible, *self._of_batch.pointers, len(self._reversed))
         runs = keys + 3 if batch.begins is not None else 2
         threads = self._threads if scores[0].numel() >= _MIN_PARALLEL_PAIRS else 1
 
         def run_part(thread: int) -> None:
-            scratch = torch.empty(keys, dtype=torch.int32), torch.empty(runs, 3, dtype=torch.int64)
+            memory = (
+                torch.empty(keys, dtype=torch.int32),
+                torch.empty(runs, 3, dtype=torch.int64),
+                torch.empty(block.far, dtype=torch.float64),
+                *torch.empty(2, block.far),
+            )
+            scratch = _Scratch(*(one.data_ptr() for one in memory))
             first, last = (_Count(count * end // threads) for end in (thread, thread + 1))
             accumulators = [_address(total) for total in (sums[thread] if sums else ())]
-            addresses = *map(_address, scores), first, last, *map(_address, scratch), *accumulators
-            kernel(ctypes.byref(struct), *addresses)
+            kernel(ctypes.byref(struct), *map(_address, scores), first, last, ctypes.byref(scratch), *accumulators)
 
         if threads == 1:
             run_part(0)
         else:
             list(_thread_pool(threads).map(run_part, range(threads)))
+
+    def _arguments(self, batch: PaddedBatch) -> "_BatchArguments":
+        """Return what C reads of a batch in every block."""
+        times, (history, limits) = batch.times, _checked_limits(batch, len(self._reversed))
+        assert times is not None
+        begins = batch.begins if batch.begins is None else batch.begins.contiguous()
+        tables = self._time, self._by_cell, self._bucket_table, self._reversed
+        tensors = history, limits, begins, times.query, times.event, *tables
+        return _BatchArguments(tensors, [None if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+class _BatchArguments(NamedTuple):
+    """Tensors, which stay in memory as long as their addresses are used."""
+
+    tensors: tuple[Tensor | None, ...]
+    pointers: list[int | None]
 
 
 def _checked_limits(batch: PaddedBatch, distances: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from freescale.log import info_once, warning_once
 from freescale.models.attention import blocks
 from freescale.models.attention.reference import AttentionGradients, AttentionInputs
 from freescale.models.jagged import BiasTables, JaggedLayout
-from freescale.models.padded_batches import PaddedBatch, QueryBlock, padded_batches
+from freescale.models.padded_batches import PaddedBatch, QueryBlock, SplitKeys, padded_batches
 from freescale.models.plain_layout import PlainLayout
 from freescale.visibility import FarKeys
 
@@ -121,7 +121,7 @@ def softmax_operator(
     """Return the output of softmax attention, by blocks of queries of padded batches."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for batch in padded_batches(q, k, v, spans, limits, begins=begins, far=_far_keys(far)):
-        keys, values = batch.plan.extend(batch.k), batch.plan.extend(batch.v)
+        keys, values = batch.plan.split(batch.k), batch.plan.split(batch.v)
         operands = (
             (_block_operands(batch, block, keys, values), batch.visible(block)[:, None]) for block in batch.plan.blocks
         )
@@ -139,29 +139,29 @@ def softmax_operator_backward(
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for batch in padded_batches(q, k, v, spans, limits, begins=begins, far=_far_keys(far)):
         plan, gradient = batch.plan, batch.pad(d_out)
-        extended_k, extended_v = plan.extend(batch.k), plan.extend(batch.v)
+        k_parts, v_parts = plan.split(batch.k), plan.split(batch.v)
         padded_dq = torch.empty_like(batch.q)
-        padded_dk, padded_dv = torch.zeros_like(extended_k), torch.zeros_like(extended_v)
+        padded_dk, padded_dv = (SplitKeys(torch.zeros_like(x.all), torch.zeros_like(x.far)) for x in (k_parts, v_parts))
         for block in plan.blocks:
-            rows, keys = block.rows, plan.select(extended_k, block)
+            rows, keys = block.rows, k_parts.select(block)
             queries, d_mixed = batch.q[:, rows] / q.shape[-1] ** 0.5, gradient[:, rows]
             score = (queries @ keys.mT).unflatten(0, (batch.samples, -1))
             visible = batch.visible(block)[:, None]
             weights = score.masked_fill_(~visible, float("-inf")).flatten(0, 1).softmax(-1)
-            plan.add_products_(padded_dv, block, weights, d_mixed)
-            d_weights = d_mixed @ plan.select(extended_v, block).mT
+            padded_dv.add_products_(weights, d_mixed, block)
+            d_weights = d_mixed @ v_parts.select(block).mT
             d_score = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-            plan.add_products_(padded_dk, block, d_score, queries)
+            padded_dk.add_products_(d_score, queries, block)
             torch.bmm(d_score, keys, out=padded_dq[:, rows])
-        gradients = padded_dq.div_(q.shape[-1] ** 0.5), plan.fold(padded_dk), plan.fold(padded_dv)
+        gradients = padded_dq.div_(q.shape[-1] ** 0.5), padded_dk.join_(plan), padded_dv.join_(plan)
         for padded, packed in zip(gradients, (d_q, d_k, d_v), strict=True):
             batch.unpad(padded, packed)
     return d_q, d_k, d_v
 
 
-def _block_operands(batch: PaddedBatch, block: QueryBlock, keys: Tensor, values: Tensor) -> list[Tensor]:
+def _block_operands(batch: PaddedBatch, block: QueryBlock, keys: SplitKeys, values: SplitKeys) -> list[Tensor]:
     """Return the queries of a block, its keys and their values: [samples, heads, places, width]."""
-    selected = (batch.plan.select(x, block) for x in (keys, values))
+    selected = (x.select(block) for x in (keys, values))
     return [part.unflatten(0, (batch.samples, -1)) for part in (batch.q[:, block.rows], *selected)]
 
 

@@ -1,10 +1,11 @@
 /* Biases, SiLU and mask of HSTU attention, in one pass over the scores of a block.
  *
  * Scores are [samples, heads, rows, keys]: rows from position `begin` of their samples. The keys are the first far keys
- * of a sample, then its positions from `first` to `end`, then, if these end before the rows, those from `own` on. A row
- * attends to near keys before its limit, to the far keys before them, and to itself. `reversed` holds the position
- * biases, the longest distance first, so that a row reads them in the order of its keys. Plain C without libraries,
- * called through ctypes.
+ * of a sample, which all rows see, then its positions from `first` to `end`, then, if these end before the rows, those
+ * from `own` on. A row attends to near keys before its limit, to the far keys before them, and to itself. `reversed`
+ * holds the position biases, the longest distance first, so that a row reads them in the order of its keys. What belongs
+ * to far keys is gathered before it is used: in runs of a few keys the loops below would not be vectorized. Plain C
+ * without libraries, called through ctypes.
  */
 
 #include <math.h>
@@ -111,8 +112,8 @@ static view view_of(const block *b, int64_t sample, int64_t place) {
     return v;
 }
 
-/* The far keys at the start of a block, and those between its first near key and that of the row. */
-static int64_t find_far(const block *b, view v, run *runs) {
+/* The far keys of a block, which all its rows see; returns the number of runs. */
+static int64_t find_far(const block *b, run *runs) {
     int64_t n = 0, head = b->head < b->far ? b->head : b->far, summaries = b->period - b->segment;
     if (head > 0) runs[n++] = (run){0, 0, head};
     for (int64_t column = head; column < b->far; column += summaries) {
@@ -120,6 +121,12 @@ static int64_t find_far(const block *b, view v, run *runs) {
         int64_t position = head + segment * b->period + b->segment;
         runs[n++] = (run){column, position, left < summaries ? left : summaries};
     }
+    return n;
+}
+
+/* The far keys between the first near key of a block and that of a row. */
+static int64_t find_far_between(const block *b, view v, run *runs) {
+    int64_t n = 0;
     for (int64_t position = b->first; position < v.begin;) {
         int64_t within = (position - b->head) % b->period;
         int64_t visible = position < b->head || within >= b->segment;
@@ -132,9 +139,10 @@ static int64_t find_far(const block *b, view v, run *runs) {
     return n;
 }
 
-/* The visible keys of a row in the order of their columns, and their cells; returns the number of runs. */
+/* The visible keys of a row behind the far ones, in the order of their columns, and their cells; returns the number of
+ * runs. */
 static int64_t find_runs(const block *b, int64_t sample, int64_t place, view v, run *runs, int32_t *cells) {
-    int64_t n = b->begins ? find_far(b, v, runs) : 0, own = v.own;
+    int64_t n = b->begins ? find_far_between(b, v, runs) : 0, own = v.own;
     if (v.seen > v.begin) runs[n++] = (run){b->far + v.begin - b->first, v.begin, v.seen - v.begin};
     if (own >= 0) runs[n++] = (run){b->far + (own < b->end ? own - b->first : b->end - b->first + own - b->own), own, 1};
     double query_time = b->query_time[sample * b->max_length + place];
@@ -149,7 +157,7 @@ static int64_t distance_of(const block *b, view v, const run *r) {
 }
 
 static void mask_row(const block *b, const run *runs, int64_t n, float *row) {
-    int64_t column = 0;
+    int64_t column = b->far;
     for (const run *r = runs; r < runs + n; r++) {
         memset(row + column, 0, (r->column - column) * sizeof *row);
         column = r->column + r->count;
@@ -157,32 +165,69 @@ static void mask_row(const block *b, const run *runs, int64_t n, float *row) {
     memset(row + column, 0, (b->keys - column) * sizeof *row);
 }
 
-/* Scores -> silu(score + biases), 0 for invisible pairs; rows [first, last). `cells`: scratch of one int per key. */
-void weights(const block *b, float *scores, int64_t first, int64_t last, int32_t *cells, run *runs) {
-    for (int64_t s = 0; s < b->samples; s++)
+/* Memory of a thread: one cell per key, the runs of far keys and behind them those of a row, and values of far keys. */
+typedef struct { int32_t *cells; run *runs; double *far_time; float *far_bias, *d_far_bias; } scratch;
+
+/* The times of the far keys of a sample. Copied in runs: a gather instruction takes longer than all that follows. */
+static void copy_times(const block *b, int64_t sample, const scratch *m, int64_t far) {
+    const double *event_time = b->event_time + sample * b->max_length;
+    for (const run *k = m->runs; k < m->runs + far; k++)
+        memcpy(m->far_time + k->column, event_time + k->position, k->count * sizeof *event_time);
+}
+
+/* The position biases of the far keys of a row. */
+static void copy_biases(const block *b, view v, const scratch *m, int64_t far) {
+    for (const run *k = m->runs; k < m->runs + far; k++)
+        memcpy(m->far_bias + k->column, b->reversed + distance_of(b, v, k), k->count * sizeof *m->far_bias);
+}
+
+static void add(const float *restrict x, float *restrict total, int64_t count) {
+    for (int64_t k = 0; k < count; k++) total[k] += x[k];
+}
+
+/* Scores -> silu(score + biases), 0 for invisible pairs; rows [first, last). */
+void weights(const block *b, float *scores, int64_t first, int64_t last, const scratch *m) {
+    int64_t far = find_far(b, m->runs);
+    run *runs = m->runs + far;
+    for (int64_t s = 0; s < b->samples; s++) {
+        copy_times(b, s, m, far);
         for (int64_t r = first; r < last; r++) {
             view v = view_of(b, s, b->begin + r);
-            int64_t n = find_runs(b, s, b->begin + r, v, runs, cells);
+            int64_t n = find_runs(b, s, b->begin + r, v, runs, m->cells);
+            find_cells(b->query_time[s * b->max_length + b->begin + r], m->far_time, m->cells, b->far);
+            copy_biases(b, v, m, far);
             for (int64_t h = 0; h < b->heads; h++) {
                 float *score = scores + ((s * b->heads + h) * b->rows + r) * b->keys;
+                weigh(score, m->cells, b->by_cell, m->far_bias, b->far);
                 for (const run *k = runs; k < runs + n; k++)
-                    weigh(score + k->column, cells + k->column, b->by_cell, b->reversed + distance_of(b, v, k),
+                    weigh(score + k->column, m->cells + k->column, b->by_cell, b->reversed + distance_of(b, v, k),
                           k->count);
                 mask_row(b, runs, n, score);
             }
         }
+    }
 }
 
 /* Scores -> weights, gradients of weights -> gradients of scores, and their sums by distance and by bucket. */
-void gradients(const block *b, float *scores, float *upstream, int64_t first, int64_t last, int32_t *buckets, run *runs,
+void gradients(const block *b, float *scores, float *upstream, int64_t first, int64_t last, const scratch *m,
                float *d_distance, float *d_bucket) {
-    for (int64_t s = 0; s < b->samples; s++)
+    int64_t far = find_far(b, m->runs);
+    run *runs = m->runs + far;
+    int32_t *buckets = m->cells;
+    for (int64_t s = 0; s < b->samples; s++) {
+        copy_times(b, s, m, far);
         for (int64_t r = first; r < last; r++) {
             view v = view_of(b, s, b->begin + r);
             int64_t n = find_runs(b, s, b->begin + r, v, runs, buckets);
+            find_cells(b->query_time[s * b->max_length + b->begin + r], m->far_time, buckets, b->far);
+            find_buckets(buckets, b->bucket_of_cell, b->far);
             for (const run *k = runs; k < runs + n; k++) find_buckets(buckets + k->column, b->bucket_of_cell, k->count);
+            copy_biases(b, v, m, far);
+            memset(m->d_far_bias, 0, b->far * sizeof *m->d_far_bias);
             for (int64_t h = 0; h < b->heads; h++) {
                 int64_t start = ((s * b->heads + h) * b->rows + r) * b->keys;
+                weigh_back(scores + start, upstream + start, buckets, b->time, m->far_bias, m->d_far_bias, b->far);
+                add_by_bucket(upstream + start, buckets, d_bucket, b->far);
                 for (const run *k = runs; k < runs + n; k++) {
                     float *score = scores + start + k->column, *gradient = upstream + start + k->column;
                     int64_t shift = distance_of(b, v, k);
@@ -193,5 +238,8 @@ void gradients(const block *b, float *scores, float *upstream, int64_t first, in
                 mask_row(b, runs, n, scores + start);
                 mask_row(b, runs, n, upstream + start);
             }
+            for (const run *k = m->runs; k < runs; k++)
+                add(m->d_far_bias + k->column, d_distance + distance_of(b, v, k), k->count);
         }
+    }
 }
