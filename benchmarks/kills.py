@@ -1,11 +1,11 @@
 """Do all other ranks name a rank that is killed at any moment, and does nothing of it stay behind?
 
-    python benchmarks/kills.py [--kills 100] [--timeout 10] [--out FILE.json]
+    python benchmarks/kills.py [--kills 100] [--timeout 10] [--ways two_level] [--out FILE.json]
 
 Seeded: how many ranks, which way their bytes take, who is killed (-9) and when, from before it has joined to amid
 transfers of both lanes. The others must end with an error that names it within the timeout of a wait (and the moment
 of grace in which they ask who is there). Then no process, shared memory or socket may be left, and the next run starts
-at the same port. Last, a run without a kill.
+at the same port. Last, a run without a kill. With two_level the ranks are on two hosts, and who is killed leads one.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import socket
 import statistics
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,19 @@ import torch
 import torch.distributed as dist
 
 from freescale.errors import TransportError
-from freescale.transport.selection import TransportFactory
+from freescale.transport.host_layout import HostLayout
+from freescale.transport.selection import TWO_LEVEL, TransportFactory
 from freescale.transport.world import destroy_world, init_world
 from record import save
 
 LANES = 2
 GRACE_SECONDS = 5.0
+WAYS = ("c10d", "host_staged", "shared_memory")
+
+
+def halves(ranks: int) -> HostLayout:
+    """Return two hosts."""
+    return HostLayout.of([2 * rank // ranks for rank in range(ranks)])
 
 
 class PipeWriter(io.StringIO):
@@ -52,13 +60,16 @@ def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Con
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if setting["way"] == TWO_LEVEL:
+        os.environ["FREESCALE_HOST"] = str(halves(ranks).host_of[rank])
     torch.set_num_threads(1)
     sys.stderr = PipeWriter(pipe)  # whoever cannot even join says so there, and ends
     try:
         world = init_world(timeout=setting["timeout"])
         factory = TransportFactory(world)
-        urgent = factory.create(setting["way"])
-        lanes = [urgent, factory.create(setting["way"], urgent=urgent)]
+        create = factory.create_two_level if setting["way"] == TWO_LEVEL else partial(factory.create, setting["way"])
+        urgent = create()
+        lanes = [urgent, create(urgent=urgent)]
         for number in range(setting["exchanges"]):
             rows = int(np.random.default_rng((setting["seed"], number)).integers(1, 300_000))
             counts = [rows] * ranks
@@ -71,11 +82,13 @@ def rank_of(rank: int, ranks: int, port: int, setting: dict[str, Any], pipe: Con
         os._exit(5)  # a lost group takes its time to end by itself
 
 
-def trial(seed: int, port: int, timeout: float, *, kill: bool = True) -> dict[str, Any]:
+def trial(seed: int, port: int, timeout: float, ways: list[str], *, kill: bool = True) -> dict[str, Any]:
     """One run, in which one rank is killed."""
     random = np.random.default_rng(seed)
-    ranks, way = int(random.integers(2, 5)), str(random.choice(["c10d", "host_staged", "shared_memory"]))
-    victim, after = int(random.integers(ranks)), float(random.uniform(0.0, 1.5))
+    ranks, way = int(random.integers(2, 5)), str(random.choice(ways))
+    leaders = [halves(ranks).leader(host, 1 - host, 0) for host in (0, 1)]
+    victim = int(random.choice(leaders if way == TWO_LEVEL else range(ranks)))
+    after = float(random.uniform(0.0, 1.5))
     setting = {"seed": seed, "way": way, "timeout": timeout, "exchanges": 1_000_000 if kill else 40}
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
@@ -128,19 +141,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(["torch", "freescale.transport.selection", "__main__"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    trial(-1 & 0xFFFF, port, options.timeout, kill=False)  # the fork server is up
+    trial(-1 & 0xFFFF, port, options.timeout, options.ways, kill=False)  # the fork server is up
     before = left_behind()
     kills = []
     for seed in range(options.kills):
-        kills.append(trial(seed, port, options.timeout))
+        kills.append(trial(seed, port, options.timeout, options.ways))
         print(json.dumps(kills[-1]), flush=True)
-    last = trial(options.kills, port, options.timeout, kill=False)
+    last = trial(options.kills, port, options.timeout, options.ways, kill=False)
     times = [kill["named_s"] for kill in kills]
     summary = {
         "kills": len(kills),

@@ -28,7 +28,8 @@ def measured(samples: Mapping[int, Sequence[StepSample]], model: ModelCost) -> D
     schedule = serial(sharded=model.sharded, micro_batches=model.micro_batches)
     steps = [sample.step for number, of_ranks in samples.items() if number > WARM for sample in of_ranks]
     spans = [_by_operation(step, schedule) for step in steps]
-    rows = np.array([_sent(step, "row gradients") / (4 * model.dim) for step in steps])
+    (table,) = model.tables  # the bytes of several tables do not tell their rows
+    rows = np.array([_sent(step, "row gradients") / (4 * table.dim) for step in steps])
     sent = np.array([_sent(step, "ids", "urgent rows", "row gradients") for step in steps])
 
     def per(units: Floats, *names: str) -> float:

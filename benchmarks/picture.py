@@ -53,21 +53,19 @@ def embedding(results: list[Any]) -> Figure:
 def scale(results: list[Any]) -> Figure:
     ranks = [result["ranks"] for result in results]
     figure, (bubbles, terms) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, colour in (("nothing", "#d1495b"), ("everything", "#1b6ca8")):
+    for name, colour in (("nothing", "#d1495b"), ("everything", "#1b6ca8"), ("both", "#3a7d44")):
         likely = list(zip(*(result[name]["bubble_percent_likely"] for result in results), strict=True))
         bubbles.fill_between(ranks, *likely, color=colour, alpha=0.2)
-        bubbles.plot(ranks, [result[name]["bubble_percent"] for result in results], "o-", color=colour, label=name)
+        label = "everything, two-level, in groups" if name == "both" else name
+        bubbles.plot(ranks, [result[name]["bubble_percent"] for result in results], "o-", color=colour, label=label)
     bubbles.set(title="bubbles, % of a step", xscale="log", xlabel="GPUs", ylim=(0, None))
-    step = [result["everything"]["step_ms"] for result in results]
-    shares = {
-        "rows that collide, % of all": [100 * result["collisions"] for result in results],
-        "planning, % of a step": [100 * r["planning_ms"] / s for r, s in zip(results, step, strict=True)],
-        "messages of two urgent transfers": [200 * r["messages_ms"] / s for r, s in zip(results, step, strict=True)],
-        "telling all lengths": [100 * r["telling_lengths_ms"] / s for r, s in zip(results, step, strict=True)],
-    }
-    for name, values in shares.items():
-        terms.plot(ranks, values, "o-", label=name)
-    terms.set(title="what grows, %", xscale="log", yscale="log", xlabel="GPUs", ylim=(1e-3, 200))
+    grows = {"planning": "planning_ms", "before urgent rows leave a host": "urgent_latency_ms"}
+    grows["gathering lengths"] = "gathering_lengths_ms"
+    for (name, term), colour in zip(grows.items(), ("#1b6ca8", "#d1495b", "#3a7d44"), strict=True):
+        for kind, line in (("everything", "o-"), ("both", "s--")):
+            label = name if kind == "everything" else f"{name}, two-level, in groups"
+            terms.plot(ranks, [result[kind][term] for result in results], line, color=colour, label=label)
+    terms.set(title="what grows, ms", xscale="log", yscale="log", xlabel="GPUs")
     for axes in (bubbles, terms):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)

@@ -18,7 +18,10 @@ from freescale.transport.world import destroy_world, init_world
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, lab: Lab | None = None) -> Any:
-    """Run `function(world, *arguments)` on every rank; return rank 0's result. In a lab: one rank per host."""
+    """Run `function(world, *arguments)` on every rank; return rank 0's result.
+
+    In a lab the ranks are divided over the hosts, in order.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,7 +40,7 @@ def _run(
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if hosts:
-        enter(hosts[rank])
+        enter(hosts[rank * len(hosts) // ranks])
         os.environ |= {"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": INTERFACE}
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_measurement, daemon=True).start()

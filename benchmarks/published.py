@@ -27,7 +27,7 @@ from freescale.data import synthetic
 from freescale.simulate import cluster
 from freescale.simulate.operations import DeviceModel
 from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate_steps
-from freescale.simulate.workload import ModelCost, SampledStep, extend_steps, plan_step, sample_steps
+from freescale.simulate.workload import ModelCost, SampledStep, TableCost, extend_steps, plan_step, sample_steps
 from record import save
 
 Floats = NDArray[np.float64]
@@ -75,11 +75,15 @@ def paper(rng: np.random.Generator, longest: int, **other: tuple[float, float]) 
     model = ModelCost(
         cost=cost,
         products=1.0,
-        dim=dim,
         dense_bytes=dense,
         last_bytes=min(dense, 25 << 20),
-        popularity=Known(drawn["features"] * drawn["distinct"], drawn["collisions"]),
-        looked_up=round(drawn["features"]),
+        tables=(
+            TableCost(
+                dim=dim,
+                popularity=Known(drawn["features"] * drawn["distinct"], drawn["collisions"]),
+                looked_up=round(drawn["features"]),
+            ),
+        ),
     )
     lengths = np.clip(rng.lognormal(8.93, drawn["sigma"], 20_000), 1, longest).astype(np.int64)
     return Setting(model, lengths, 128)
@@ -92,11 +96,9 @@ def recsys_examples(rng: np.random.Generator) -> Setting:
     model = ModelCost(
         cost=replace(cost, pair=slower * cost.pair),
         products=1.0,
-        dim=128,
         dense_bytes=4 * cost.token,
         last_bytes=25 << 20,
-        popularity=Known(0.7, 0.5),
-        looked_up=1,
+        tables=(TableCost(dim=128, popularity=Known(0.7, 0.5), looked_up=1),),
     )
     return Setting(model, 2 * synthetic.draw_lengths("heavy", 20_000, rng), 32, BalanceConfig(counts="equal"))
 

@@ -1,53 +1,79 @@
-"""Simulates 8 to 16,384 GPUs: which term grows first.
+"""Simulates 8 to 16,384 GPUs: which term grows first, and what each remedy changes.
 
     python benchmarks/scale.py --out benchmarks/results/scale.json
 
-Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity. At
-every size: a step with nothing and with everything, the time of planning on this machine, of gathering all lengths and
-of an empty all-to-all, the share of rows that collide, and the balance if samples move only inside groups of 256.
+Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity, whose
+rows are dealt to the owners in zig-zag. At every size: a step with nothing and with everything, and everything with
+each remedy and with both: a two-level exchange, and planning in groups of 256 ranks. Beside them what grows: time of
+planning on this machine and of gathering lengths, the time before urgent rows leave a host (latency, and what ranks of
+a host pass to each other), the share of rows that collide, the busiest owner of rows, and the slowest rank.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from freescale.balance.assign import assign
 from freescale.balance.cost import Cost
+from freescale.balance.placement import Floats
 from freescale.config import RECIPES
 from freescale.data import synthetic
+from freescale.embedding.row_order import RowOrder, bit_reversal
+from freescale.overlap.schedule import overlapped
 from freescale.simulate import cluster
-from freescale.simulate.network import Topology
-from freescale.simulate.operations import DeviceModel
+from freescale.simulate.operations import BALANCE, DeviceModel, OperationCosts
 from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, simulate
-from freescale.simulate.workload import ModelCost, Popularity, SampledStep, StepLoad
+from freescale.simulate.workload import ModelCost, Popularity, RowOwners, TableCost
 from record import save
 
-GROUP = 256
+REMEDIES = {
+    "everything": {"two_level": False, "group_ranks": 0},
+    "two-level": {"two_level": True, "group_ranks": 0},
+    "in groups": {"two_level": False, "group_ranks": 256},
+    "both": {"two_level": True, "group_ranks": 256},
+}
+EXPONENT = 1.05
+FREQUENT = 1 << 20  # items that are placed on owners one by one
 
 
-def zipf(items: int, exponent: float = 1.05) -> Popularity:
-    """Production popularity of a catalogue of any size: items of nearly the same rank are one group."""
+def zipf(items: int, *, first: int = 1) -> tuple[Floats, Floats]:
+    """Production popularity of items from some rank on: how many of nearly the same rank, and the weight of each."""
     edges = np.unique(np.geomspace(1, items + 1, 400).astype(np.int64))
+    edges = np.unique(np.append(edges[edges > first], [first, items + 1]))
     many = np.diff(edges).astype(np.float64)
-    share = ((edges[:-1] + edges[1:] - 1) / 2.0) ** -exponent
-    return Popularity(many, share / (many @ share))
+    weight = ((edges[:-1] + edges[1:] - 1) / 2.0) ** -EXPONENT
+    return many, weight
+
+
+def popularity(items: int) -> tuple[Popularity, RowOwners]:
+    """Production popularity of a catalogue of any size, and the owners of its rows."""
+    many, weight = zipf(items)
+    total, frequent = float(many @ weight), min(items, FREQUENT)
+    order = RowOrder.of(items, "zigzag")
+    position = order.position(np.arange(frequent), bit_reversal(order.shards)) / order.positions
+    rare_many, rare = zipf(items, first=frequent + 1) if items > frequent else (np.zeros(0), np.zeros(0))
+    owners = RowOwners(
+        position,
+        np.arange(1, frequent + 1, dtype=np.float64) ** -EXPONENT / total,
+        others=Popularity(rare_many, rare / total) if len(rare) else None,
+    )
+    return Popularity(many, weight / total), owners
 
 
 def question(options: argparse.Namespace) -> Scenario:
     config = RECIPES["hstu-large"]
     cost = Cost.of_model(config.model)
     dense = 4 * cost.token
+    popular, owners = popularity(options.items)
     model = ModelCost(
         cost=cost,
         products=1.0,
-        dim=config.model.dim,
+        tables=(TableCost(dim=config.model.dim, popularity=popular, looked_up=1, owners=owners),),
         dense_bytes=dense,
         last_bytes=min(dense, 25 << 20),
-        popularity=zipf(options.items),
-        looked_up=1,
     )
     lengths = synthetic.draw_lengths("kuairand", 50_000, np.random.default_rng(0))
     values, counts = np.unique(lengths, return_counts=True)
@@ -57,57 +83,60 @@ def question(options: argparse.Namespace) -> Scenario:
     )
 
 
-def in_groups(drawn: SampledStep, cost: Cost, ranks: int) -> float:
-    """The slowest rank over the mean, if samples are dealt only inside groups of ranks."""
-    costs, load = cost.of(drawn.lengths), np.zeros(ranks)
-    for first in range(0, ranks, GROUP):
-        mine = (drawn.source_rank >= first) & (drawn.source_rank < first + GROUP)
-        size = min(GROUP, ranks - first)
-        placed = assign(costs[mine], drawn.source_rank[mine] - first, world_size=size).rank
-        load[first : first + size] = np.bincount(placed, weights=costs[mine], minlength=size)
-    return float(load.max() / load.mean())
-
-
-def terms(asked: Scenario, ranks: int, everything: SimulationResult) -> dict[str, Any]:
+def terms(asked: Scenario, ranks: int) -> dict[str, Any]:
     """What grows with the number of ranks."""
-    drawn = asked.sample_steps(ranks)[:2]
-    loads = asked.plan_steps(drawn, ranks, balanced=True)
-    topology = Topology(asked.cluster, ranks, np.random.default_rng(0))
-    telling = topology.all_gather(8.0 * asked.batch)
+    load = asked.plan_steps(asked.sample_steps(ranks)[:1], ranks, balanced=True)[0]
+    costs = OperationCosts(
+        asked.cluster,
+        asked.device(asked.cluster),
+        asked.model,
+        world_size=ranks,
+        sm_free=True,
+        rng=np.random.default_rng(0),
+    )
+    schedule = {operation.name: operation for operation in (*BALANCE, *overlapped().operations)}
+    gathered, urgent = (costs.cost(schedule[name], load).transfer for name in ("gather_lengths", "send_collision_rows"))
+    assert gathered is not None
+    assert urgent is not None
+    requests = load.requests if load.merged is None else load.merged
+    found = {
+        "planning_ms": round(1e3 * load.planning, 1),
+        "gathering_lengths_ms": round(1e3 * (gathered.latency + max(gathered.levels)), 2),
+        "urgent_latency_ms": round(1e3 * urgent.latency, 2),
+        "busiest_owner_over_mean": round(float(requests.served.max()), 3),
+        "slowest_over_mean": round(float(load.work.max() / load.work.mean()), 4),
+    }
+    if load.merged is not None:
+        for name in ("rows", "shared"):
+            whole = getattr(load.merged, name).sum() / getattr(load.requests, name).sum()
+            found[f"{name}_of_hosts_over_ranks"] = round(float(whole), 3)
+    return found
+
+
+def summarized(result: SimulationResult) -> dict[str, Any]:
+    causes = {line.cause: round(line.ms, 1) for line in result.summary.lines if line.share > 0.001}
     return {
-        "planning_ms": round(1e3 * min(load.planning for load in loads), 1),
-        "telling_lengths_ms": round(1e3 * (telling.latency + max(telling.levels)), 2),
-        "messages_ms": round(1e3 * topology.all_to_all(np.zeros(ranks)).latency, 2),
-        "collisions": round(everything.collisions, 3),
-        "slowest_over_mean": round(float(max(load.work.max() / load.work.mean() for load in loads)), 4),
-        "slowest_over_mean_in_groups": round(in_groups(drawn[0], asked.model.cost, ranks), 4),
-        "moved": round(everything.moved, 4),
-        "shared_rows_of_a_host_over_its_ranks": _of_hosts(asked, loads[0]),
+        "step_ms": round(result.summary.step_ms, 1),
+        "step_ms_likely": [round(value) for value in result.step_ms],
+        "bubble_percent": round(result.summary.bubble_percent, 1),
+        "bubble_percent_likely": [round(value, 1) for value in result.bubble_percent],
+        "samples_per_second": round(result.samples_per_second),
+        "collisions": round(result.collisions, 3),
+        "moved": round(result.moved, 4),
+        "causes_ms": causes,
     }
 
 
-def _of_hosts(asked: Scenario, load: StepLoad) -> float:
-    """Rows that collide, if the ranks of a host ask for each once, over what they ask for one by one."""
-    local, popularity, before = round(asked.cluster.ranks_per_host), asked.model.popularity, float(load.events.sum())
-    one = np.array([before / len(load.events)])
-    together = popularity.shared(local * one, before) / (local * popularity.shared(one, before))
-    return round(float(together[0]), 3)
-
-
 def at(asked: Scenario, ranks: int) -> dict[str, Any]:
-    nothing, everything = simulate(asked, ranks, (ABLATION[0], ABLATION[-1]))
     found: dict[str, Any] = {"ranks": ranks}
-    for name, one in (("nothing", nothing), ("everything", everything)):
-        causes = {line.cause: round(line.ms, 1) for line in one.summary.lines if line.share > 0.01}
-        found[name] = {
-            "step_ms": round(one.summary.step_ms, 1),
-            "step_ms_likely": [round(value) for value in one.step_ms],
-            "bubble_percent": round(one.summary.bubble_percent, 1),
-            "bubble_percent_likely": [round(value, 1) for value in one.bubble_percent],
-            "samples_per_second": round(one.samples_per_second),
-            "causes_ms": causes,
-        }
-    return found | terms(asked, ranks, everything)
+    for name, remedy in REMEDIES.items():
+        rules = replace(asked.rules, group_ranks=remedy["group_ranks"])
+        scenario = replace(asked, two_level=bool(remedy["two_level"]), rules=rules)
+        techniques = (ABLATION[0], ABLATION[-1]) if name == "everything" else (ABLATION[-1],)
+        for result in simulate(scenario, ranks, techniques):
+            found["nothing" if result.techniques == ABLATION[0] else name] = summarized(result)
+        found[name] |= terms(scenario, ranks)
+    return found
 
 
 def main() -> None:

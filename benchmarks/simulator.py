@@ -2,10 +2,15 @@
 
     python benchmarks/simulator.py --out benchmarks/results/simulator.json
 
-Every rank has its own host (a network namespace). With emulated compute, runs with nothing, balance, priority, both
-and nothing again take turns over the same samples, at two link rates. It fits the speed of ranks and links to
-the run with nothing, and predicts the others: the step, and every cause above 5% of it. The same with real compute on
-two ranks is added.
+Every rank has its own host (a network namespace), or `--local` ranks share one. With emulated compute, runs with
+nothing, balance, priority, both and nothing again take turns over the same samples, at two link rates. It fits the
+speed of ranks and links to the run with nothing, and predicts the others: the step, and every cause above 5% of it. The
+same with real compute on two ranks is added.
+
+`--two-level` adds runs in which hosts request each row once, with nothing and with both. `--group-ranks` places
+samples in groups of so many ranks. What ranks of one host pass to each other has the rate of `--near`:
+
+python benchmarks/simulator.py --ranks 4 --local 2 --mbit 200 --negatives 128 --two-level --no-real
 """
 
 import argparse
@@ -27,11 +32,12 @@ from freescale.bubbles.records import read_intervals, read_samples
 from freescale.bubbles.summary import Summary, summarize
 from freescale.config import RunConfig, resolve
 from freescale.data import synthetic
-from freescale.data.dataset import Dataset, DatasetStats, compute_stats
+from freescale.data.dataset import Dataset, compute_stats
 from freescale.data.loader import Loader
 from freescale.models.protocol import Inputs
 from freescale.simulate import cluster
 from freescale.simulate.cluster import Cluster, Figure
+from freescale.simulate.lookups import sample_data
 from freescale.simulate.whatif import Scenario, Techniques, simulate_steps
 from freescale.simulate.workload import ModelCost, SampledStep, plan_step
 from freescale.train.build import build
@@ -44,16 +50,30 @@ SAMPLES, STEP, COST = 8, 0.01, Cost(token=4e-5, pair=2e-7)
 """Samples of a rank; seconds of emulated compute: of a step, and of its samples."""
 WORTH = 0.05
 """Of a step: causes below are noise."""
-TURNS = {
-    "nothing": Techniques(False, False, False),
-    "balance": Techniques(True, False, False),
-    "priority": Techniques(False, True, False),
-    "both": Techniques(True, True, False),
-    "nothing again": Techniques(False, False, False),
-}
 
 
-def settings(options: argparse.Namespace, ranks: int, techniques: Techniques) -> RunConfig:
+class Turn(NamedTuple):
+    """A run of the comparison."""
+
+    techniques: Techniques
+    two_level: bool = False
+
+
+def turns(options: argparse.Namespace) -> dict[str, Turn]:
+    """The runs, in their order."""
+    nothing, both = Techniques(False, False, False), Techniques(True, True, False)
+    of_levels = {"two-level": Turn(nothing, True), "two-level, both": Turn(both, True)} if options.two_level else {}
+    return {
+        "nothing": Turn(nothing),
+        "balance": Turn(Techniques(True, False, False)),
+        "priority": Turn(Techniques(False, True, False)),
+        "both": Turn(both),
+        **of_levels,
+        "nothing again": Turn(nothing),
+    }
+
+
+def settings(options: argparse.Namespace, ranks: int, turn: Turn) -> RunConfig:
     fields = {
         "data.path": options.data,
         "data.max-history": 1024,
@@ -61,10 +81,11 @@ def settings(options: argparse.Namespace, ranks: int, techniques: Techniques) ->
         "data.split": "none",
         "model.dim": options.dim,
         "model.layers": 1,
-        "task.negatives": 1,
+        "task.negatives": options.negatives,
         "tables.optimizer": "sgd",
-        "tables.overlap": "on" if techniques.priority else "off",
-        "balance.mode": "on" if techniques.balance else "off",
+        "tables.overlap": "on" if turn.techniques.priority else "off",
+        "balance.mode": "on" if turn.techniques.balance else "off",
+        "balance.group-ranks": options.group_ranks,
         "transport.urgent": "c10d",
         "transport.deferred": "c10d",
         "train.max-steps": options.steps,
@@ -72,6 +93,8 @@ def settings(options: argparse.Namespace, ranks: int, techniques: Techniques) ->
         "train.save-every": 10**9,
         "train.log-every": 10**6,
     }
+    if turn.two_level:
+        fields["tables.exchange"] = "two_level"
     words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     return resolve("tiny", [*words, "--balance.cost", *map(str, COST.constants)])
 
@@ -92,8 +115,8 @@ class Recording:
 def trained(world: World, options: argparse.Namespace, folder: Path, emulated: bool) -> list[list[list[int]]]:
     """All runs; gives the lengths of every rank's samples, step by step, where nothing was moved."""
     found: list[list[list[int]]] = []
-    for name, techniques in TURNS.items():
-        config, recording = settings(options, world.world_size, techniques), Recording()
+    for name, turn in turns(options).items():
+        config, recording = settings(options, world.world_size, turn), Recording()
         items = Loader(config.data, seed=0).vocabulary.rows
         model = EmulatedModel(build_model(config, items=items), recording.seconds) if emulated else None
         trainer = build(config, world, folder / name, model=model)
@@ -105,9 +128,10 @@ def trained(world: World, options: argparse.Namespace, folder: Path, emulated: b
     return found
 
 
-def lane() -> Cluster:
-    """The hosts of the lab, before anything is measured: nothing varies, and links inside a host do not matter."""
-    known = {"ranks_per_host": 1.0, "jitter": 0.0, "contention": 0.0, "message": 0.0, "sm_free": 1.0}
+def lane(options: argparse.Namespace) -> Cluster:
+    """The hosts of the lab, before anything is measured: nothing varies."""
+    known = {"jitter": 0.0, "contention": 0.0, "message": 0.0, "sm_free": 1.0}
+    known |= {"ranks_per_host": float(options.local), "near": options.near}
     found = cluster.load("cpu")
     fixed = {name: Figure(value, value, value, "by design") for name, value in known.items()}
     return replace(found, name="the lab", figures={**found.figures, **fixed})
@@ -122,12 +146,13 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    folder: Path, config: RunConfig, data: DatasetStats, lengths: list[list[list[int]]]
+    folder: Path, options: argparse.Namespace, config: RunConfig, lengths: list[list[list[int]]]
 ) -> list[Prediction]:
     """What the simulator, which has seen only the first run, thinks of all runs."""
     samples, ranks = read_samples(folder / "nothing"), len(lengths)
-    model = lab_speed.buckets(ModelCost.from_config(config, data), samples)
-    where = lab_speed.linked(lane(), samples, ranks=ranks)
+    data = Dataset(options.data)
+    model = lab_speed.buckets(ModelCost.from_config(config, compute_stats(data), sample_data(config, data)), samples)
+    where = lab_speed.linked(lane(options), samples, ranks=ranks)
     machine = lab_speed.measured(samples, model)
     question = Scenario(model, np.empty(0, int), np.empty(0, int), SAMPLES, where, lambda _: machine)
     drawn = [
@@ -135,10 +160,13 @@ def predictions(
         for step in zip(*lengths, strict=True)
     ]
     found = []
-    for name, techniques in TURNS.items():
-        rules = config.balance if techniques.balance else None
-        loads = [plan_step(one, model, world_size=ranks, rules=rules) for one in drawn]
-        predicted = simulate_steps(question, where, ranks, techniques, loads, np.random.default_rng(0))
+    hosts = np.arange(ranks) // options.local
+    for name, turn in turns(options).items():
+        rules = config.balance if turn.techniques.balance else None
+        loads = [
+            plan_step(one, model, world_size=ranks, rules=rules, hosts=hosts, two_level=turn.two_level) for one in drawn
+        ]
+        predicted = simulate_steps(question, where, ranks, turn.techniques, loads, np.random.default_rng(0))
         found.append(Prediction(name, summarize(read_intervals(folder / name)), predicted))
     return found
 
@@ -163,8 +191,8 @@ def measured_in(
         lengths = on_ranks(trained, ranks, options, folder, emulated, lab=hosts)
         if emulated:  # a real model does not write them down, but it is given the same
             kept.write_text(json.dumps(lengths))
-    config = settings(options, ranks, TURNS["nothing"])
-    return judged(predictions(folder, config, compute_stats(Dataset(options.data)), json.loads(kept.read_text())))
+    config = settings(options, ranks, turns(options)["nothing"])
+    return judged(predictions(folder, options, config, json.loads(kept.read_text())))
 
 
 def main() -> None:
@@ -173,6 +201,11 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, nargs="+", default=[100, 250], help="of the links between the hosts")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--local", type=int, default=1, help="ranks of a host")
+    parser.add_argument("--near", type=float, default=2e9, help="bytes per second between the ranks of a host")
+    parser.add_argument("--two-level", action="store_true", help="add runs with tables.exchange = two_level")
+    parser.add_argument("--group-ranks", type=int, default=256, help="balance.group_ranks")
+    parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--no-real", dest="real", action="store_false", help="leave real compute out")
     parser.add_argument("--users", type=int, default=6000)
     parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there are not trained again")
@@ -185,10 +218,10 @@ def main() -> None:
         if not Path(options.data).exists():
             synthetic.write_log(options.data, "heavy", users=options.users, catalogue=200_000, popularity="production")
         for ranks in options.ranks:
-            with lab(ranks) as hosts:
+            with lab(ranks // options.local) as hosts:
                 for mbit in options.mbit:
                     hosts.shape(mbit)
-                    real = options.real and ranks == 2 and mbit == options.mbit[0]
+                    real = options.real and ranks == 2 and options.local == 1 and mbit == options.mbit[0]
                     for emulated in (True, False) if real else (True,):
                         place = folder / f"{ranks}-{mbit}-{emulated}"
                         for line in measured_in(options, hosts, place, ranks, emulated=emulated):

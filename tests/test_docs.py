@@ -1,4 +1,4 @@
-"""Promise: every command and link in the documentation works as written."""
+"""Every command and link in the documentation works as written."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Promise: every example runs as it is, by the command that it begins with."""
+"""Every example runs as it is, by the command that it begins with."""
 
 import os
 import shlex

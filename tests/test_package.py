@@ -1,4 +1,4 @@
-"""Promise: the package and its help load at once, without torch, and its public names are where they are said to be."""
+"""The package and its help load within a second, without torch, and its public names are where they are said to be."""
 
 import re
 import subprocess

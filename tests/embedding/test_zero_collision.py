@@ -1,4 +1,4 @@
-"""Promise: no two ids share a slot, and slots depend on nothing but the ids, steps and event times of a bucket."""
+"""No two ids share a slot, and slots depend on nothing but the ids, steps and event times of a bucket."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Promise: on a GPU attention is right and says how quick it is. Not run by us: no GPU was at hand."""
+"""On a GPU attention equals its reference, and its time is reported. Never run so far: no GPU was available."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: on a GPU the fused kernels compute what torch operators do. Not run by us: no GPU was at hand."""
+"""On a GPU the fused kernels compute what torch operators do. Never run so far: no GPU was available."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: on GPUs every way and every technique is correct. Not run by us: no GPU was at hand."""
+"""On GPUs every transport and every technique is correct. Never run so far: no GPU was available."""
 
 import subprocess
 import sys

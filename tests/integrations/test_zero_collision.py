@@ -1,4 +1,4 @@
-"""Promise: raw ids go into any model, and the same events give the same rows in any run and on any number of ranks."""
+"""Raw ids go into any model, and the same events give the same rows in any run and on any number of ranks."""
 
 import copy
 from collections.abc import Iterator

@@ -24,8 +24,10 @@ from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate
 from freescale.simulate.workload import (
     ModelCost,
     Popularity,
+    RowRequests,
     SampledStep,
     StepLoad,
+    TableCost,
     extend_steps,
     plan_step,
     sample_steps,
@@ -35,11 +37,9 @@ from freescale.train import build
 MODEL = ModelCost(
     cost=Cost(token=1.0),
     products=1.0,
-    dim=1,
+    tables=(TableCost(dim=1, popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)), looked_up=1),),
     dense_bytes=4e6,
     last_bytes=4e6,
-    popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)),
-    looked_up=1,
 )
 DEVICE = DeviceModel(step=0.0, work=1.0, row=0.0, update=0.0, event=0.0, byte=0.0, dense=0.0, between=0.0)
 
@@ -55,7 +55,8 @@ def load(work: list[float], *, rows: float = 1e6, shared: float = 0.0, planning:
     """Rows of 4 bytes: a million of them take 20 ms between two hosts."""
     ranks = len(work)
     one = np.ones(ranks)
-    return StepLoad(np.array(work), 0 * one, rows * one, shared * one, one, 0 * one, samples=ranks, planning=planning)
+    requests = RowRequests(rows * one, shared * one, one, width=1.0)
+    return StepLoad(np.array(work), 0 * one, requests, 0 * one, samples=ranks, planning=planning)
 
 
 def simulated(
@@ -214,8 +215,8 @@ def test_rows_are_shared_with_the_previous_batches_of_all_ranks() -> None:
     """Eight ranks look up 1000 events each, so together nearly all of the 1000 items, and alone two thirds."""
     drawn = SampledStep(np.full(80, 100), np.repeat(np.arange(8), 10))
     found = plan_step(drawn, MODEL, world_size=8, rules=None)
-    assert found.rows == pytest.approx(np.full(8, 632.3), rel=1e-3)
-    assert found.shared == pytest.approx(found.rows, rel=1e-3)
+    assert found.requests.rows == pytest.approx(np.full(8, 632.3), rel=1e-3)
+    assert found.requests.shared == pytest.approx(found.requests.rows, rel=1e-3)
 
 
 def test_a_device_computes_three_passes_of_two_flops_per_product() -> None:
@@ -240,7 +241,8 @@ def test_throughput_is_samples_per_second_and_scaling_is_against_the_fewest_rank
 
 def test_the_band_contains_the_prediction_and_techniques_reduce_bubbles() -> None:
     lengths, counts = np.array([10, 100, 2000]), np.array([5, 3, 1])
-    model = replace(MODEL, dim=128, products=1e9, popularity=Popularity.from_counts(np.ones(10**6, dtype=np.int64)))
+    popularity = Popularity.from_counts(np.ones(10**6, dtype=np.int64))
+    model = replace(MODEL, products=1e9, tables=(TableCost(dim=128, popularity=popularity, looked_up=1),))
     question = Scenario(
         model, lengths, counts, 32, cluster.load("h100"), lambda c: DeviceModel.from_cluster(c, model), steps=8
     )

@@ -29,7 +29,7 @@ from freescale.errors import FreeScaleError
 from freescale.simulate import cluster
 from freescale.simulate.operations import DeviceModel
 from freescale.simulate.whatif import Scenario, Techniques, simulate_steps
-from freescale.simulate.workload import ModelCost, Popularity
+from freescale.simulate.workload import ModelCost, Popularity, TableCost
 from tests.support.fuzz_values import (
     NUMBERS,
     ORDINARY,
@@ -74,11 +74,9 @@ def small_question() -> tuple[Scenario, Any]:
     model = ModelCost(
         cost=Cost(token=1.0),
         products=1.0,
-        dim=8,
+        tables=(TableCost(dim=8, popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)), looked_up=1),),
         dense_bytes=4e6,
         last_bytes=4e6,
-        popularity=Popularity.from_counts(np.ones(1000, dtype=np.int64)),
-        looked_up=1,
     )
     lengths = np.arange(1, 20)
     asked = Scenario(

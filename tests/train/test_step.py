@@ -44,7 +44,7 @@ def test_a_schedule_with_an_operation_that_the_table_lacks_is_refused() -> None:
             schedule,
             operation_table(Mock(), None),
             None,
-            TransportSelection(Mock(), None, []),
+            TransportSelection.of_one(Mock()),
             None,
             torch.device("cpu"),
         )

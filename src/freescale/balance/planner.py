@@ -63,19 +63,30 @@ class Planner:
 
     def __call__(self, lengths: Mapping[str, Ints], source_rank: Ints) -> Placement:
         """Place the samples of a step. `lengths`: of all samples, by group; `history` and `candidates` are computed."""
+        costs, tokens = self.sizes(lengths)
+        placement = self._place(costs, tokens, source_rank)
+        self._sums += 1, placement.max_over_mean_before, placement.max_over_mean, placement.moved_tokens
+        return placement
+
+    def sizes(self, lengths: Mapping[str, Ints]) -> tuple[Floats, Ints]:
+        """Return the cost and the tokens of each sample."""
         history = lengths["history"]
         candidates = lengths.get("candidates", np.zeros_like(history))
-        cost_model = self.cost_model
+        visible = self._visible(history, candidates) if self._anchored else None
+        return self.cost_model.cost.of(history, candidates, visible), history + candidates
+
+    def _place(self, costs: Floats, tokens: Ints, source_rank: Ints, *, tolerance: float | None = None) -> Placement:
+        """Place samples; `tolerance`: instead of that of the rules."""
+        limits: dict[str, Any] = dict(self._limits)
+        if tolerance is not None:
+            limits["tolerance"] = tolerance
         try:
-            visible = self._visible(history, candidates) if self._anchored else None
-            costs, tokens = cost_model.cost.of(history, candidates, visible), history + candidates
-            speeds, compute = cost_model.speeds, self._compute
-            placement = assign(costs, source_rank, tokens=tokens, speeds=speeds, compute=compute, **self._limits)
+            return assign(
+                costs, source_rank, tokens=tokens, speeds=self.cost_model.speeds, compute=self._compute, **limits
+            )
         except ValueError as error:
             remedy = "raise max_tokens if it is named here, or give fewer or shorter samples in a step"
             raise DataError("the samples of a step cannot be placed", where=str(error), remedy=remedy) from error
-        self._sums += 1, placement.max_over_mean_before, placement.max_over_mean, placement.moved_tokens
-        return placement
 
     def _visible(self, history: Ints, candidates: Ints) -> Floats:
         """Return what anchored candidates see: as after half of the history, because anchors are not known here."""

@@ -17,7 +17,7 @@ from freescale.balance.placement import Floats, Ints, Placement
 from freescale.data.batch import Batch, Events
 from freescale.data.loader import prefetch
 from freescale.errors import TransportError
-from freescale.transport.base import Transport
+from freescale.transport.base import TracerFactory, Transport
 from freescale.transport.chunked import as_bytes
 
 _PREFETCH_BATCHES = 2
@@ -50,6 +50,10 @@ class SampleExchange:
         self._digest = 0
         """Checksum of the last placement, compared over the ranks with the next lengths."""
 
+    def add_tracer(self, tracer: TracerFactory) -> None:
+        """Trace every transfer of samples."""
+        self._transport.add_tracer(tracer)
+
     def exchange(self, groups: Groups) -> tuple[dict[str, Events], Placement]:
         """Return the samples that this rank computes: first its own that stay, then those that arrive."""
         lengths, source_rank = self._gather_lengths(groups)
@@ -64,7 +68,10 @@ class SampleExchange:
         packed = SamplePacking(groups)
         sizes = lengths @ packed.bytes_per_row
         to, origin = placement.rank[outgoing], source_rank[incoming]
-        counts = _per_rank(sizes[outgoing], to, self._world_size), _per_rank(sizes[incoming], origin, self._world_size)
+        counts = (
+            sum_by_rank(sizes[outgoing], to, self._world_size),
+            sum_by_rank(sizes[incoming], origin, self._world_size),
+        )
         got = self._transport.all_to_all(packed.pack(outgoing - first, to), *counts, name="samples").wait()
         return packed.join(staying - first, got, lengths[incoming], origin), placement
 
@@ -193,5 +200,6 @@ def _row_bytes(values: Tensor) -> int:
     return math.prod(values.shape[1:]) * values.element_size()
 
 
-def _per_rank(sizes: Floats | Ints, ranks: Ints, count: int) -> list[int]:
+def sum_by_rank(sizes: Floats | Ints, ranks: Ints, count: int) -> list[int]:
+    """Return the sum of sizes for each of so many ranks, as whole numbers."""
     return np.bincount(ranks, weights=sizes, minlength=count).astype(np.int64).tolist()

@@ -27,6 +27,7 @@ from freescale.errors import UsageError
 from freescale.progress import track
 from freescale.simulate import cluster, operations
 from freescale.simulate.cluster import Cluster
+from freescale.simulate.lookups import sample_data
 from freescale.simulate.operations import DeviceModel
 from freescale.simulate.report import HEADER, render_report, scaling, table_rows
 from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, Techniques, simulate
@@ -54,6 +55,8 @@ class SimulateOptions:
     """A cluster of the package (a100, cpu, h100, h100-200g), or a TOML file."""
     without: tuple[Literal["balance", "priority", "sm-free"], ...] = ()
     """Techniques to leave out; by default none, each and all are compared."""
+    two_level: Flag = False
+    """Hosts request each row once, and each pair of them exchanges one message."""
     max_history: int = 0
     """Longest history, if not the run's."""
     batch: int = 0
@@ -99,8 +102,9 @@ def run_simulate(argv: Sequence[str], prog: str) -> int:
 def _build_scenario(options: SimulateOptions) -> tuple[Scenario, list[str]]:
     """Return the scenario, and the basis of its prediction as human-readable lines."""
     config, batch = _simulated_config(options)
-    stats = compute_stats(Dataset(config.data.path))
-    model, where = ModelCost.from_config(config, stats), cluster.load(options.cluster)
+    dataset, where = Dataset(config.data.path), cluster.load(options.cluster)
+    stats, sample = compute_stats(dataset), sample_data(config, dataset)
+    model = ModelCost.from_config(config, stats, sample)
     machine, compute = _device_model(options.run, model, where)
     lengths = np.minimum(stats.lengths.values, config.data.max_history)
     basis = [
@@ -114,9 +118,12 @@ def _build_scenario(options: SimulateOptions) -> tuple[Scenario, list[str]]:
     basis.append(
         f"model.memory = {config.model.memory}. Compute of a sample by its values, relative to full: {shares}."
     )
-    if config.task.kind == "ranking":
-        basis.append("The candidates of this task are left out: its steps are longer than these.")
-    return Scenario(model, lengths, counts, batch, where, machine, rules=config.balance, steps=options.steps), basis
+    if model.widths > 1 or len(model.tables) > 1:
+        basis.append(f"{len(model.tables)} tables of {model.widths} widths, with the ids of a part of the data.")
+    if options.two_level:
+        basis.append("Hosts request each row once, and each pair of them exchanges one message per width of tables.")
+    known: dict[str, Any] = {"rules": config.balance, "two_level": options.two_level, "sample": sample}
+    return Scenario(model, lengths, counts, batch, where, machine, steps=options.steps, **known), basis
 
 
 def _load_config(options: SimulateOptions) -> tuple[configs.RunConfig, int]:

@@ -16,6 +16,7 @@ _NEUTRAL = {
     "data.prefetch",
     "task.seen",
     "tables.overlap",
+    "tables.exchange",
     "tables.owners",
     "train.on_fault",
     "train.micro_batches",

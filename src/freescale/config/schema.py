@@ -162,6 +162,10 @@ class TablesConfig:
     """on: prioritized embedding communication (PEC). Rows that two consecutive batches do not share are exchanged
     while compute runs. auto: the first steps are run with and without it, and the faster setting is selected; measured
     again every 2,000 steps. The result is the same."""
+    exchange: Literal["flat", "two_level", "auto"] = "flat"
+    """flat: ranks exchange rows with all other ranks. two_level: each row is requested once per host and its gradients
+    are added there, and each pair of hosts exchanges one message. auto: where several ranks share a host, the first
+    steps are run both ways, and the faster one is selected. The result is the same."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "init"):
@@ -262,6 +266,9 @@ class BalanceConfig:
     """How far above the best possible time the slowest rank may end. Higher values move fewer samples."""
     cost: tuple[float, ...] = ()
     """Cost per sample, per token, and per attended pair of tokens. Empty: derived from the model."""
+    group_ranks: int = 256
+    """With more ranks than this, samples are placed inside groups of about as many, of whole hosts, and move between
+    groups only as far as these differ by more than the tolerance allows. 0, or with `adapt`: one group."""
     adapt: bool = False
     """Fit the costs and the speed of each rank during training. Runs are then not bitwise reproducible."""
 
@@ -270,6 +277,7 @@ class BalanceConfig:
         require(valid, "balance.cost", self.cost, "three numbers, none below 0 and not all 0")
         require(self.max_tokens >= 0, "balance.max_tokens", self.max_tokens, "0 or more")
         require(0 <= self.tolerance <= 1, "balance.tolerance", self.tolerance, "between 0 and 1")
+        require(self.group_ranks >= 0, "balance.group_ranks", self.group_ranks, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

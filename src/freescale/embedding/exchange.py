@@ -7,14 +7,17 @@ once per batch for the numbers of ids, and once for those of shared ids.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.ids import SharedIds, UniqueIds, pack, packed_sizes, partition, spread, unpack
-from freescale.embedding.tables import RowKeys, Table, as_one, by_dim, join
+from freescale.embedding.tables import RowKeys, SortedRequests, Table, as_one, by_dim, join
 from freescale.transport.base import Transport
+
+if TYPE_CHECKING:
+    from freescale.embedding.host_requests import HostRequests
 
 Counts = list[list[int]]
 """Rows by rank, then by table."""
@@ -46,6 +49,10 @@ class AllToAllPlan(NamedTuple):
     """Time of the latest event of the batch on any rank, in seconds."""
     exhausted: tuple[int, ...] = ()
     """Ranks without such a batch, the same on all ranks. If there are any, no ids were sent."""
+    ids: Tensor | None = None
+    """What ranks requested, as `rows`, if some ids are dynamic: several of them may have one row."""
+    of_host: "HostRequests | None" = None
+    """In a two-level exchange: what this rank requests for its host."""
 
     @property
     def local_rows(self) -> dict[str, Tensor]:
@@ -56,6 +63,12 @@ class AllToAllPlan(NamedTuple):
     def local_keys(self) -> dict[str, Tensor]:
         """Per table, `keys`."""
         return dict(zip(self.tables, self.keys.split(_by_table_sizes(self.served)), strict=True))
+
+    @property
+    def local_ids(self) -> dict[str, Tensor]:
+        """Per table, `ids`, or `rows` where each id has a row of its own."""
+        requests = self.rows if self.ids is None else self.ids
+        return dict(zip(self.tables, requests.split(_by_table_sizes(self.served)), strict=True))
 
     @property
     def index_by_table(self) -> dict[str, Tensor]:
@@ -70,9 +83,11 @@ class AllToAllPlan(NamedTuple):
 
     def empty(self) -> "AllToAllPlan":
         """Return a plan of the same tables and ranks without rows."""
-        none, no_rows = [[0] * len(counts) for counts in self.requested], self.rows[:0]
-        zeros = [0] * len(self.tables)
-        return AllToAllPlan(self.tables, none, none, no_rows, no_rows, no_rows, zeros, self.first_places)
+        requested, served = ([[0] * len(counts) for counts in side] for side in (self.requested, self.served))
+        no_rows, zeros = self.rows[:0], [0] * len(self.tables)
+        none = AllToAllPlan(self.tables, requested, served, no_rows, no_rows, no_rows, zeros, self.first_places)
+        none = none._replace(ids=None if self.ids is None else no_rows)
+        return none if self.of_host is None else none._replace(of_host=self.of_host.empty())
 
     def in_order_of_ids(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all requested rows, which are by owner, in the ascending order of the unique ids."""
@@ -109,31 +124,58 @@ class SplitPlan(NamedTuple):
 
 
 class PendingRows(NamedTuple):
-    """Rows of several tables in transfer, one transfer per width."""
+    """Rows of several tables in transfer."""
 
-    transfers: list[tuple[list[str], list[int], Callable[[], Tensor]]]
-    """Of each width: the tables, the rows of each, and a function that waits for the rows of all."""
+    finish: Callable[[], dict[str, Tensor]]
 
     def wait(self) -> dict[str, Tensor]:
         """Return the received rows of each table, ranks in order."""
-        received: dict[str, Tensor] = {}
-        for names, sizes, wait in self.transfers:
-            received |= zip(names, wait().split(sizes), strict=True)
-        return received
+        return self.finish()
+
+
+class RequestKeys(Protocol):
+    """Sorts requests by the rank that they go to. `RowKeys` sorts them by the owner of the row."""
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether requests keep the order of the ids."""
+
+    def sort(self, ids: Sequence[Tensor], /) -> SortedRequests:
+        """Return requests of the ascending ids of each table."""
+
+    def count(self, keys: Tensor, /) -> Tensor:
+        """Return how many ascending keys go to each rank: [tables, ranks]."""
+
+    def first_places(self, sizes: Sequence[int], /) -> list[int]:
+        """Return the place of the first id of each table among those of its run."""
+
+    def first_keys(self, rank: int = 0, /) -> list[int]:
+        """Return the first key of a rank in each table."""
 
 
 class EmbeddingExchange:
     """The transfers of a step, for tables sharded row-wise over all ranks."""
 
     def __init__(
-        self, tables: Sequence[Table], transport: Transport, *, first_rows: Mapping[str, int] | None = None
+        self,
+        tables: Sequence[Table],
+        transport: Transport,
+        *,
+        first_rows: Mapping[str, int] | None = None,
+        keys: "RequestKeys | None" = None,
+        by_width: Sequence[Transport] | None = None,
     ) -> None:
-        """`first_rows`: the number of the first local row of each table; 0 by default."""
+        """`first_rows`: the number of the first local row of each table; 0 by default.
+
+        `keys`: which rank a request goes to; the owner of the row by default. `by_width`: the transport of the rows of
+        each width.
+        """
         self._tables, self._transport = list(tables), transport
         self._rank, self._world_size = transport.peers.rank, transport.peers.world_size
-        self._keys = RowKeys(tables, self._world_size)
-        firsts, keys = first_rows or {}, self._keys.first_keys(self._rank)
-        shift = [key - firsts.get(table.name, 0) for key, table in zip(keys, tables, strict=True)]
+        self._keys = keys or RowKeys(tables, self._world_size)
+        self._by_width = by_width or [transport] * len(by_dim(tables))
+        firsts, first_keys = first_rows or {}, self._keys.first_keys(self._rank)
+        shift = [key - firsts.get(table.name, 0) for key, table in zip(first_keys, tables, strict=True)]
         self._shift = [0 if table.layout else value for value, table in zip(shift, tables, strict=True)]
 
     def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False, time: int = 0) -> AllToAllPlan:
@@ -155,8 +197,8 @@ class EmbeddingExchange:
         rows = keys - spread(self._shift, _by_table_sizes(served), keys.device)
         first_places = self._keys.first_places([len(requested[name].unique) for name in names])
         numbers = rows, places, keys, largest, first_places
-        ascending = self._keys.is_ascending
-        return AllToAllPlan(names, counts, served, *numbers, is_ascending=ascending, latest=latest)
+        ascending, ids = self._keys.is_ascending, keys if any(table.layout for table in self._tables) else None
+        return AllToAllPlan(names, counts, served, *numbers, is_ascending=ascending, latest=latest, ids=ids)
 
     def _send_counts(self, counts: Tensor, *, exhausted: bool, time: int) -> tuple[Counts, Counts]:
         """Send each rank the number of its rows, the largest such numbers of this rank, its latest time, and whether
@@ -183,9 +225,10 @@ class EmbeddingExchange:
         most = packed_sizes([sum(this.largest) + sum(following.largest)])[0]
         got = self._transport.all_to_all(bits, *sizes, name="shared ids", most=most).wait()
         masks = _by_table(unpack(got, receive), requested)
-        values = torch.cat([this.places, following.places, this.rows, following.rows])
-        blocks = [*_by_table_and_rank(requested), *_by_table_and_rank(served)]
-        divided = partition(values, torch.cat([masks, found]), blocks)
+        ids = [plan.ids for plan in plans if plan.ids is not None]
+        values = torch.cat([this.places, following.places, this.rows, following.rows, *ids])
+        blocks = [*_by_table_and_rank(requested), *_by_table_and_rank(served) * (2 if ids else 1)]
+        divided = partition(values, torch.cat([masks, found, *([found] if ids else [])]), blocks)
         others = [size - count for size, count in zip(blocks, divided.counts, strict=True)]
         shared_plans = _subsets(plans, divided.counts, divided.selected)
         one, other = map(SplitPlan, shared_plans, _subsets(plans, others, divided.others))
@@ -210,34 +253,52 @@ class EmbeddingExchange:
         self, values: Mapping[str, Tensor], send: Counts, receive: Counts, largest: Sequence[int], *, name: str
     ) -> PendingRows:
         transfers = []
-        for group in by_dim(self._tables):
+        for group, transport in zip(by_dim(self._tables), self._by_width, strict=True):
             place = [self._tables.index(table) for table in group]
             sent, received = ([[counts[i] for i in place] for counts in side] for side in (send, receive))
             parts, most = [values[table.name] for table in group], sum(largest[i] for i in place)
-            wait = self._start_transfer(parts, sent, received, most=most, name=f"{name} of width {group[0].dim}")
+            label = f"{name} of width {group[0].dim}"
+            wait = self._start_transfer(parts, sent, received, most=most, name=label, transport=transport)
             transfers.append(([table.name for table in group], _by_table_sizes(received), wait))
-        return PendingRows(transfers)
+
+        def finish() -> dict[str, Tensor]:
+            got: dict[str, Tensor] = {}
+            for names, sizes, wait in transfers:
+                got |= zip(names, wait().split(sizes), strict=True)
+            return got
+
+        return PendingRows(finish)
 
     def _start_transfer(
-        self, by_table: Sequence[Tensor], send: Counts, receive: Counts, *, most: int, name: str
+        self,
+        by_table: Sequence[Tensor],
+        send: Counts,
+        receive: Counts,
+        *,
+        most: int,
+        name: str,
+        transport: Transport | None = None,
     ) -> Callable[[], Tensor]:
         """Start a transfer of data by table. The returned function waits, and returns the received data by table."""
         rows, counts = _by_rank(by_table, send), [[sum(of_rank) for of_rank in side] for side in (send, receive)]
-        work = self._transport.all_to_all(rows, *counts, name=name, most=most)
+        work = (transport or self._transport).all_to_all(rows, *counts, name=name, most=most)
         return lambda: _by_table(work.wait(), receive)
 
 
 def _subsets(plans: Sequence[AllToAllPlan], counts: Sequence[int], values: Tensor) -> list[AllToAllPlan]:
-    """Return the plans of some ids. `counts`: requested, then served ids, each by plan, table and rank; so `values`."""
+    """Return the plans of some ids. `counts`: requested, then served ids, each by plan, table and rank; so `values`.
+
+    Where plans have ids, those of served rows follow.
+    """
     names, ranks = plans[0].tables, len(plans[0].requested)
     size = len(names) * ranks
     parts = [counts[begin : begin + size] for begin in range(0, len(counts), size)]
-    requested_1, requested_2, served_1, served_2 = values.split([sum(part) for part in parts])
+    requested_1, requested_2, served_1, served_2, *ids = values.split([sum(part) for part in parts])
     by_rank = [[list(part[rank::ranks]) for rank in range(ranks)] for part in parts]
     kept = (by_rank[0], by_rank[2], served_1, requested_1), (by_rank[1], by_rank[3], served_2, requested_2)
     return [
-        AllToAllPlan(names, *own, values[:0], plan.largest, plan.first_places)
-        for plan, own in zip(plans, kept, strict=True)
+        AllToAllPlan(names, *own, values[:0], plan.largest, plan.first_places, ids=of_plan)
+        for plan, own, of_plan in zip(plans, kept, ids or (None, None), strict=True)
     ]
 
 

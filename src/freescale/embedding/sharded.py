@@ -10,17 +10,22 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from freescale import deterministic
 from freescale.config import RunConfig, TablesConfig
+from freescale.data.device_copy import numbers_to_device
 from freescale.embedding.dynamic_tables import DynamicTables
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.ids import UniqueIds, deduplicate
 from freescale.embedding.tables import Table, by_dim, follows, join
+from freescale.embedding.two_level_exchange import TwoLevelExchange
 from freescale.kernel_selection import uses_kernels
 from freescale.log import warning_once
 from freescale.transport.base import Transport
+from freescale.transport.host_layout import HostLayout
+from freescale.transport.two_level import TwoLevelTransport
 from freescale.transport.world import World
 
 _BLOCK_ROWS = 1 << 16
@@ -169,24 +174,38 @@ class ShardedTables:
     """The local rows, and an exchange per lane."""
 
     def __init__(
-        self, tables: Sequence[Table], shard: Shard, transport: Transport, dynamic: DynamicTables | None = None
+        self,
+        tables: Sequence[Table],
+        shard: Shard,
+        transport: Transport,
+        dynamic: DynamicTables | None = None,
+        *,
+        layout: HostLayout | None = None,
     ) -> None:
-        self.tables, self.shard, self.dynamic = list(tables), shard, dynamic
-        self.exchanges = {"urgent": EmbeddingExchange(tables, transport, first_rows=shard.first_rows)}
+        """`layout`: gradients are added per host first. Without it they are added rank by rank."""
+        self.tables, self.shard, self.dynamic, self.layout = list(tables), shard, dynamic, layout
+        self.exchanges: dict[str, EmbeddingExchange | TwoLevelExchange] = {}
+        self.add_lane("urgent", transport)
         state = shard.state()
         self._rows_like = {table.name: state[table.name][:0] for table in tables}
 
     def add_lane(self, name: str, transport: Transport) -> None:
-        """Add an exchange beside the urgent one."""
-        self.exchanges[name] = EmbeddingExchange(self.tables, transport, first_rows=self.shard.first_rows)
+        """Add the exchange of a lane, or replace it."""
+        kind = TwoLevelExchange if isinstance(transport, TwoLevelTransport) else EmbeddingExchange
+        self.exchanges[name] = kind(self.tables, transport, first_rows=self.shard.first_rows)  # type: ignore[arg-type]
 
     def look_up(self, plan: AllToAllPlan) -> dict[str, Tensor]:
         """Read the local rows that ranks requested."""
         return self.shard.look_up(plan.local_rows)
 
     def update(self, plan: AllToAllPlan, gradients: dict[str, Tensor], *, lr: Mapping[str, float]) -> None:
-        """Update those rows."""
-        self.shard.update(plan.local_rows, gradients, lr=lr)
+        """Update those rows. Gradients of an id are added in the order of ranks per host, then in that of hosts."""
+        rows = plan.local_rows
+        if self.layout is not None and self.layout.sums and plan.of_host is None:
+            for place, (name, ids) in enumerate(plan.local_ids.items()):
+                served = [of_rank[place] for of_rank in plan.served]
+                rows[name], gradients[name] = sum_by_host(rows[name], ids, gradients[name], served, self.layout)
+        self.shard.update(rows, gradients, lr=lr)
 
     def allocate_rows(self, unique_ids: Mapping[str, UniqueIds]) -> dict[str, Tensor]:
         """Allocate the rows of unique ids. Those of one width are one allocation."""
@@ -248,8 +267,37 @@ class ShardedTables:
         return found
 
 
+def sum_by_host(
+    rows: Tensor, ids: Tensor, gradients: Tensor, served: Sequence[int], layout: HostLayout
+) -> tuple[Tensor, Tensor]:
+    """Return the row of each id that a host requests, host by host, and the sum of its gradients over the host's ranks.
+
+    `rows`, `ids`, `gradients`: by rank. `served`: their number by rank. On a device a row may have further entries of
+    zeros, so that the host does not wait for the number of rows.
+    """
+    if not len(rows):
+        return rows, gradients
+    host, count = numbers_to_device([layout.host_of, served], rows.device)
+    number = rows if ids.data_ptr() == rows.data_ptr() else deduplicate(ids, rows=None).inverse
+    keys = host.repeat_interleave(count, output_size=len(rows)) * (number.max() + 1) + number
+    if rows.device.type == "cpu":
+        unique, index = deduplicate(keys, rows=None)
+        total = deterministic.index_add_(gradients.new_zeros(len(unique), gradients.shape[1]), index, gradients)
+        return torch.empty_like(unique).index_copy_(0, index, rows), total
+    order = keys.argsort(stable=True)
+    keys, total = deterministic.sum_by_key(keys, gradients)
+    is_first = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
+    return rows[order], total * is_first[:, None]
+
+
 def shard_tables(
-    tables: Sequence[Table], config: RunConfig, world: World, transport: Transport, dtype: torch.dtype
+    tables: Sequence[Table],
+    config: RunConfig,
+    world: World,
+    transport: Transport,
+    dtype: torch.dtype,
+    *,
+    layout: HostLayout | None = None,
 ) -> ShardedTables:
     """Build and initialize the local rows: in FBGEMM, or in plain torch where FBGEMM lacks the precision.
 
@@ -269,9 +317,9 @@ def shard_tables(
         shard = plain_shard(tables, config.tables, world, dtype)
     fill(tables, shard.state(), config, world)
     if not any(table.layout for table in tables):
-        return ShardedTables(tables, shard, transport)
+        return ShardedTables(tables, shard, transport, layout=layout)
     place: Any = {"rank": world.rank, "world_size": world.world_size, "first_rows": shard.first_rows}
-    return ShardedTables(tables, shard, transport, DynamicTables(tables, shard.state(), config, **place))
+    return ShardedTables(tables, shard, transport, DynamicTables(tables, shard.state(), config, **place), layout=layout)
 
 
 def fill(tables: Sequence[Table], own: Mapping[str, Tensor], config: RunConfig, world: World) -> None:

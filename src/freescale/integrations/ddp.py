@@ -99,7 +99,7 @@ class BalancedLoader:
         rank, world_size = _rank_and_world_size(process_group)
         moves = callable(lengths) and world_size > 1
         transport = new_group(process_group, timeout=timeout) if moves else None
-        hosts = None if transport is None else host_of_each_rank(transport)
+        hosts = None if transport is None else np.array(host_of_each_rank(transport).host_of)
         plan = Planner(cost, rules, world_size=world_size, hosts=hosts, compute=compute)
         planner = _WeightingPlanner(plan, terms, world_size)
         self._loader, self._epoch = loader, 0

@@ -25,8 +25,12 @@ class Setting(NamedTuple):
     """Whether embedding rows are exchanged while compute runs."""
     deferred: str = ""
     """Transport of the deferred lane; empty without overlap."""
+    exchange: str = "flat"
+    """How rows are exchanged: see `config.TablesConfig.exchange`."""
 
     def __str__(self) -> str:
+        if self.exchange != "flat":
+            return f"overlap {'on' if self.overlap else 'off'} in two levels"
         return f"overlap on over {self.deferred}" if self.overlap else "overlap off"
 
 

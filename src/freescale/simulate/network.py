@@ -12,6 +12,8 @@ import numpy as np
 from freescale.balance.placement import Floats
 from freescale.simulate.cluster import Cluster
 
+_STAGES_INSIDE = 4  # of a round of a two-level exchange
+
 
 @dataclass(frozen=True)
 class TransferCost:
@@ -68,7 +70,42 @@ class Topology:
         levels = float(size.max()) * (local - 1) / world_size / c.near, float(done.max()) / c.far
         spine = float(size.mean()) * local * (world_size - self._leaf) / world_size * c.oversubscription / c.far
         shares = done / max(float(done.max()), 1e-300) if levels[1] > max(levels[0], spine) else None
-        return TransferCost(c.latency + c.message * (world_size - 1), (*levels, spine), shares)
+        return TransferCost(self.latency, (*levels, spine), shares)
+
+    def two_level(
+        self,
+        merged: Floats,
+        *,
+        passed: Floats,
+        rounds: int,
+        incoming: bool = False,
+        chunked: bool = False,
+        served: Floats | None = None,
+    ) -> TransferCost:
+        """Return the cost if each pair of hosts exchanges one message per round, sent by a rank that leads for it.
+
+        merged: bytes of the rows that each rank requests for its host. passed: bytes that it passes on inside of the
+        host for its own rows. A round has four stages inside of a host, with small messages: own rows to those that
+        merge them, how much ranks have for the leaders, rows to the leaders, and rows from them.
+        """
+        c, local, hosts = self._cluster, self._local, -(-self._world_size // self._local)
+        if hosts == 1:
+            near = self.all_to_all(passed, incoming=incoming, chunked=chunked)
+            return replace(near, latency=rounds * near.latency)
+        between = self.all_to_all(merged, incoming=incoming, chunked=chunked, served=served)
+        inside = 0.0 if local == 1 else c.latency + c.message * (local - 1)
+        stages = c.latency + c.message * -(-(hosts - 1) // local) + _STAGES_INSIDE * inside
+        moved = float((passed + 2 * merged).max()) * (local - 1) / local / c.near
+        return replace(between, latency=rounds * stages + moved, levels=(0.0, *between.levels[1:]))
+
+    def part(self, ranks: int) -> "Topology":
+        """Return the topology of so many neighbouring ranks."""
+        return self if ranks == self._world_size else Topology(self._cluster, ranks, self._rng)
+
+    @property
+    def latency(self) -> float:
+        """Seconds of an all-to-all without bytes."""
+        return self._cluster.latency + self._cluster.message * (self._world_size - 1)
 
     def all_reduce(self, size: float) -> TransferCost:
         """Return the cost of a ring all-reduce: every link carries each byte nearly twice."""

@@ -18,7 +18,7 @@ from freescale.errors import DataError
 from freescale.overlap.schedule import Operation, Schedule
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.network import Topology, TransferCost
-from freescale.simulate.workload import ModelCost, StepLoad
+from freescale.simulate.workload import ModelCost, RowRequests, StepLoad
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 _WARM_UP_STEPS = 3
@@ -71,7 +71,8 @@ class DeviceModel:
     def from_cluster(cluster: Cluster, model: ModelCost) -> "DeviceModel":
         """Derive the speed from the figures of a device, without a measurement."""
         work, byte = 3 * 2 * model.products / (cluster.flops * cluster.efficiency), 1 / cluster.memory
-        row, event, dense = _FLOAT_BYTES * model.dim * byte, _ID_BYTES * byte, 5 * model.dense_bytes * byte
+        width = sum(table.dim * table.looked_up for table in model.tables) / model.looked_up
+        row, event, dense = _FLOAT_BYTES * width * byte, _ID_BYTES * byte, 5 * model.dense_bytes * byte
         return DeviceModel(0.0, work, row, 3 * row, event, byte, dense, cluster.host)
 
 
@@ -139,32 +140,45 @@ _COMPUTED: dict[str, Callable[[DeviceModel, ModelCost, StepLoad], Floats]] = {
     "plan": lambda _, __, load: load.planning + 0 * load.work,
     "begin": lambda d, _, load: d.between + 0 * load.work,
     "prepare": lambda d, model, load: d.event * model.looked_up * load.events,
-    "split": lambda d, _, load: d.event * load.served_rows,
-    "look_up": lambda d, _, load: d.row * load.served_rows,
-    "look_up_exclusive": lambda d, _, load: d.row * load.served_rows * (1 - load.collisions),
-    "look_up_collision": lambda d, _, load: d.row * load.served_rows * load.collisions,
+    "split": lambda d, _, load: d.event * _served(load),
+    "look_up": lambda d, _, load: d.row * _served(load),
+    "look_up_exclusive": lambda d, _, load: d.row * _served(load) * (1 - _requests(load).collisions),
+    "look_up_collision": lambda d, _, load: d.row * _served(load) * _requests(load).collisions,
     "forward": lambda d, model, load: d.forward * d.compute_seconds(model, load),
     "backward": lambda d, model, load: (1 - d.forward) * d.compute_seconds(model, load),
-    "update_rows": lambda d, _, load: d.update * load.served_rows,
-    "update_urgent": lambda d, _, load: d.update * load.served_rows * load.collisions,
-    "update_deferred": lambda d, _, load: d.update * load.served_rows * (1 - load.collisions),
+    "update_rows": lambda d, _, load: d.update * _served(load),
+    "update_urgent": lambda d, _, load: d.update * _served(load) * _requests(load).collisions,
+    "update_deferred": lambda d, _, load: d.update * _served(load) * (1 - _requests(load).collisions),
     "update_dense": lambda d, _, load: d.dense + 0 * load.work,
 }
 """Seconds of every rank."""
-_TO_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
-    "send_ids": lambda _, load: _ID_BYTES * load.rows,
-    "send_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
-    "send_urgent_gradients": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
-    "send_deferred_gradients": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
+_TO_OWNERS: dict[str, Callable[[RowRequests], Floats]] = {
+    "send_ids": lambda of: _ID_BYTES * of.rows,
+    "send_gradients": lambda of: _FLOAT_BYTES * of.width * of.rows,
+    "send_urgent_gradients": lambda of: _FLOAT_BYTES * of.width * of.shared,
+    "send_deferred_gradients": lambda of: _FLOAT_BYTES * of.width * (of.rows - of.shared),
 }
 """Bytes that every rank sends to the owners of its rows."""
-_FROM_OWNERS: dict[str, Callable[[ModelCost, StepLoad], Floats]] = {
-    "send_split": lambda _, load: 2 * load.rows / 8,
-    "send_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.rows,
-    "send_exclusive_rows": lambda model, load: _FLOAT_BYTES * model.dim * (load.rows - load.shared),
-    "send_collision_rows": lambda model, load: _FLOAT_BYTES * model.dim * load.shared,
+_FROM_OWNERS: dict[str, Callable[[RowRequests], Floats]] = {
+    "send_split": lambda of: 2 * of.rows / 8,
+    "send_rows": lambda of: _FLOAT_BYTES * of.width * of.rows,
+    "send_exclusive_rows": lambda of: _FLOAT_BYTES * of.width * (of.rows - of.shared),
+    "send_collision_rows": lambda of: _FLOAT_BYTES * of.width * of.shared,
 }
 """Bytes that every rank receives from the owners of its rows."""
+_ROUNDS = {"send_ids": 2}
+"""Ids take two rounds: counts, then ids. All others take one."""
+_BY_WIDTH = {name for name in (*_TO_OWNERS, *_FROM_OWNERS) if name not in ("send_ids", "send_split")}
+"""Sent once for the tables of each width. Ids and split bits of all tables are one transfer."""
+
+
+def _requests(load: StepLoad) -> RowRequests:
+    """Return the requests that reach the owners: of ranks, or of hosts."""
+    return load.requests if load.merged is None else load.merged
+
+
+def _served(load: StepLoad) -> Floats:
+    return _requests(load).served_rows
 
 
 class OperationCosts:
@@ -201,17 +215,44 @@ class OperationCosts:
         if name == "agree":
             return self._topology.all_reduce(3 * _ID_BYTES), no_bytes  # count, stop, partially applied
         if name == "gather_lengths":
-            lengths = self._topology.all_gather(3 * _ID_BYTES * load.samples / self.world_size)
-            return replace(lengths, latency=2 * lengths.latency), no_bytes  # two rounds: counts, then lengths
+            return self._gather_lengths(load), no_bytes
         if name == "move_samples":
-            return self._topology.all_to_all(load.moved, chunked=chunked), load.moved
+            return self._move_samples(load, chunked=chunked), load.moved
         for incoming, table in ((False, _TO_OWNERS), (True, _FROM_OWNERS)):
             if name in table:
-                size = table[name](self._model, load)
-                transfer = self._topology.all_to_all(size, incoming=incoming, chunked=chunked, served=load.served)
-                # Ids take two rounds: counts, then ids.
-                return (replace(transfer, latency=2 * transfer.latency) if name == "send_ids" else transfer), size
+                rounds = _ROUNDS.get(name, 1) * (self._model.widths if name in _BY_WIDTH else 1)
+                size, options = table[name](load.requests), {"incoming": incoming, "chunked": chunked}
+                if load.merged is None:
+                    transfer = self._topology.all_to_all(size, served=load.requests.served, **options)
+                    return replace(transfer, latency=rounds * transfer.latency), size
+                merged = table[name](load.merged)
+                transfer = self._topology.two_level(
+                    merged, passed=size, rounds=rounds, served=load.merged.served, **options
+                )
+                return transfer, size + merged
         raise NotImplementedError(f"the cost of operation '{name}' is not defined; add it to simulate.operations")
+
+    def _gather_lengths(self, load: StepLoad) -> TransferCost:
+        """Return the two rounds in which ranks gather counts, then lengths: all ranks, or those of a group.
+
+        In groups, two rounds precede them: sums of the ranks of a group, then sums of groups.
+        """
+        ranks, sizes = self.world_size // load.groups, 3 * _ID_BYTES * load.samples / self.world_size
+        lengths = self._topology.part(ranks).all_gather(sizes)
+        if load.groups == 1:
+            return replace(lengths, latency=2 * lengths.latency)
+        between = self._topology.part(load.groups).latency
+        return replace(lengths, latency=3 * lengths.latency + between, shares=None)
+
+    def _move_samples(self, load: StepLoad, *, chunked: bool) -> TransferCost:
+        """Return the transfer of samples. In groups, three rounds between groups precede it: counts, lengths, bytes."""
+        transfer = self._topology.all_to_all(load.moved, chunked=chunked)
+        if load.groups == 1:
+            return transfer
+        inside, between = (
+            self._topology.part(ranks).latency for ranks in (self.world_size // load.groups, load.groups)
+        )
+        return replace(transfer, latency=inside + 3 * between)
 
     def _last_backward(self, seconds: Floats) -> OperationCost:
         """Return the backward pass that all-reduces dense gradients by bucket; nothing overlaps the last bucket."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -12,9 +12,9 @@ from freescale.config import BalanceConfig
 from freescale.overlap.schedule import overlapped, serial
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
+from freescale.simulate.lookups import DataSample
 from freescale.simulate.operations import DeviceModel, OperationCosts
 from freescale.simulate.workload import (
-    EVENT_BYTES,
     SAMPLE_BYTES,
     Ints,
     ModelCost,
@@ -84,22 +84,34 @@ class Scenario:
     """Returns the speed of a rank on a drawn cluster."""
     rules: BalanceConfig = field(default_factory=BalanceConfig)
     """Rules of the balancer."""
+    two_level: bool = False
+    """Whether hosts request each row once, and each pair of them exchanges one message."""
+    sample: DataSample | None = None
+    """Candidates and features of the samples; none by default."""
     steps: int = 50
     seed: int = 0
 
     def sample_steps(self, world_size: int) -> list[SampledStep]:
         """Sample the steps that are planned."""
         rng, steps = np.random.default_rng(self.seed), _PLANNED_STEPS
-        return list(
-            sample_steps(self.lengths, self.counts, world_size=world_size, batch=self.batch, steps=steps, rng=rng)
-        )
+        options: dict[str, Any] = {"world_size": world_size, "batch": self.batch, "steps": steps, "rng": rng}
+        return list(sample_steps(self.lengths, self.counts, sample=self.sample, **options))
 
     def plan_steps(self, steps: Sequence[SampledStep], world_size: int, *, balanced: bool) -> list[StepLoad]:
         """Plan these steps."""
-        hosts = np.arange(world_size) // max(1, round(self.cluster.ranks_per_host))
-        rules = self.rules if balanced else None
-        options = {"world_size": world_size, "rules": rules, "hosts": hosts}
+        hosts, rules = np.arange(world_size) // self.local, self.rules if balanced else None
+        options: dict[str, Any] = {
+            "world_size": world_size,
+            "rules": rules,
+            "hosts": hosts,
+            "two_level": self.two_level,
+        }
         return [plan_step(step, self.model, seed=self.seed + n, **options) for n, step in enumerate(steps)]
+
+    @property
+    def local(self) -> int:
+        """The number of ranks of a host."""
+        return max(1, round(self.cluster.ranks_per_host))
 
     def draw_clusters(self) -> list[Cluster]:
         """Draw clusters from the ranges of the figures: the same for all sizes and techniques."""
@@ -120,19 +132,21 @@ def _simulate(
     scenario: Scenario, world_size: int, techniques: Techniques, loads: Sequence[StepLoad]
 ) -> SimulationResult:
     rng = np.random.default_rng(scenario.seed + 1)
-    all_steps = extend_steps(loads, scenario.steps, rng)
+    all_steps = extend_steps(loads, scenario.steps, rng, scenario.local)
     summary = simulate_steps(scenario, scenario.cluster, world_size, techniques, all_steps, rng)
-    few_steps = extend_steps(loads, min(scenario.steps, _STEPS_PER_DRAW), rng)
+    few_steps = extend_steps(loads, min(scenario.steps, _STEPS_PER_DRAW), rng, scenario.local)
     draws = [simulate_steps(scenario, c, world_size, techniques, few_steps, rng) for c in scenario.draw_clusters()]
 
     def band(figure: Callable[[Summary], float]) -> Band:
         values = [figure(result) for result in (summary, *draws)]
         return Band(*np.quantile(values, [0.1, 0.9]).tolist())
 
-    samples, events, rows, shared, moved = (
-        sum(np.sum(getattr(load, name)) for load in loads) for name in ("samples", "events", "rows", "shared", "moved")
+    samples, events, moved = (
+        sum(np.sum(getattr(load, name)) for load in loads) for name in ("samples", "events", "moved")
     )
-    rate, sample_bytes = samples / len(loads) / (summary.step_ms / 1e3), SAMPLE_BYTES * samples + EVENT_BYTES * events
+    rows, shared = (sum(np.sum(getattr(load.requests, name)) for load in loads) for name in ("rows", "shared"))
+    rate = samples / len(loads) / (summary.step_ms / 1e3)
+    sample_bytes = SAMPLE_BYTES * samples + scenario.model.token_bytes * events
     bands = band(lambda result: result.step_ms), band(lambda result: result.bubble_percent)
     collisions, moved_share = float(shared / rows), float(moved / sample_bytes)
     return SimulationResult(world_size, techniques, summary, float(rate), *bands, collisions, moved_share)

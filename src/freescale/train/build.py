@@ -19,7 +19,10 @@ import numpy as np
 
 from freescale import config as configs
 from freescale.balance.cost import Cost, is_worthwhile
+from freescale.balance.group_exchange import open_grouped_exchange
+from freescale.balance.group_planner import GroupPlanner
 from freescale.balance.planner import Planner
+from freescale.balance.rank_groups import RankGroups
 from freescale.balance.sample_exchange import BalancedBatches, Batches, SampleExchange
 from freescale.bubbles.recorder import Recorder
 from freescale.bubbles.step_profiler import StepProfiler
@@ -54,8 +57,8 @@ from freescale.train.sharded_model import (
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
 from freescale.train.trainer import Trainer
-from freescale.transport.selection import TransportSelection, select_transports, transport_for_samples
-from freescale.transport.world import World, destroy_world, restart_count
+from freescale.transport.selection import TWO_LEVEL, TransportSelection, select_transports, transport_for_samples
+from freescale.transport.world import World, destroy_world, host_of_each_rank, restart_count
 from freescale.visibility import Visibility
 
 _SAMPLED_GROUPS = 16  # row groups whose lengths decide balance.mode = "auto"
@@ -129,13 +132,15 @@ def build(
     transports = _select_transports(config, world, loader)
     model_or_default = model or build_model_for(config, loader)
     buckets = checkpoints.created_buckets(folder / "checkpoints", config.dynamic_tables, world.transport)
-    sharded = build_sharded_model(config, world, model_or_default, transports.urgent, buckets=buckets)
+    moved = {"transport": transports.urgent, "layout": transports.layout}
+    sharded = build_sharded_model(config, world, model_or_default, buckets=buckets, **moved)
     steps = config.train.epochs * len(loader)
     steps = min(steps, config.train.max_steps or steps)
     every = max(config.train.log_every, _MIN_STEPS_PER_INTERVAL)
     profiler = StepProfiler(folder, steps=steps, every=every, device=world.device, timeout=config.train.timeout)
     world.transport.add_tracer(profiler.recorder.begin_transfer)
-    transports.urgent.add_tracer(profiler.recorder.begin_transfer)
+    for transport in transports.urgent_choices.values():
+        transport.add_tracer(profiler.recorder.begin_transfer)
     parallel = data_parallel(sharded.module, world, profiler.recorder)
     optimizer = build_optimizer(config, sharded.module.parameters())
     schedules = _build_schedules(config)
@@ -154,7 +159,7 @@ def build(
         tables=sharded.tables,
         optimizer=optimizer,
         step=step,
-        autotuner=StepAutotuner(step, tuner, schedules, transports.deferred_choices, world),
+        autotuner=StepAutotuner(step, tuner, schedules, transports, world),
         profiler=profiler,
         cost=cost,
         data=loader.identity,
@@ -174,10 +179,17 @@ def build(
 def _select_transports(config: RunConfig, world: World, loader: Loader) -> TransportSelection:
     """Select what moves embedding rows. Replicated tables move none."""
     if config.tables.placement == "replicated":
-        return TransportSelection(world.transport, None, [])
+        return TransportSelection.of_one(world.transport)
     size, overlap = int(events_per_rank(config, world, loader) * config.model.dim * 4), config.tables.overlap
     compared = overlap == "auto"
-    return select_transports(world, config.transport, deferred=overlap != "off", sent_bytes=size, compared=compared)
+    return select_transports(
+        world,
+        config.transport,
+        deferred=overlap != "off",
+        sent_bytes=size,
+        compared=compared,
+        exchange=config.tables.exchange,
+    )
 
 
 def events_per_rank(config: RunConfig, world: World, loader: Loader) -> float:
@@ -222,8 +234,13 @@ def expected_overlap_memory(config: RunConfig, tables: Iterable[Table], *, event
 
 def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting]:
     """Return the settings of a step that training compares. The first one is that of the first step."""
-    overlapping = [Setting(overlap=True, deferred=name) for name in transports.deferred_choices]
-    return overlapping if config.tables.overlap == "on" and overlapping else [*overlapping, Setting(overlap=False)]
+    settings: list[Setting] = []
+    for exchange in transports.urgent_choices:
+        names = [name for name in transports.deferred_choices if (name == TWO_LEVEL) == (exchange == TWO_LEVEL)]
+        overlapping = [Setting(overlap=True, deferred=name, exchange=exchange) for name in names]
+        always = config.tables.overlap == "on" and overlapping
+        settings += overlapping if always else [*overlapping, Setting(overlap=False, exchange=exchange)]
+    return settings
 
 
 def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
@@ -267,18 +284,43 @@ def _balance(
         return loader, None
     if config.balance.adapt and world.is_rank_zero:
         warning_once("balance.adapt: placement follows measured times, so runs with the same seed differ in rounding")
-    transport, hosts = transport_for_samples(transport_name, timeout=config.train.timeout)
-    anchored = config.task.anchors != "none"
-    planner = Planner(
-        cost,
-        config.balance,
-        world_size=world.world_size,
-        hosts=hosts,
-        is_rank_zero=world.is_rank_zero,
-        anchored=anchored,
-    )
-    transport.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
-    return BalancedBatches(loader, SampleExchange(transport, planner)), planner
+    exchange, planner = _build_sample_exchange(config, world, cost, transport_name)
+    exchange.add_tracer(lambda name, size: recorder.begin_collective(name, "samples", independent=True, size=size))
+    return BalancedBatches(loader, exchange), planner
+
+
+def _build_sample_exchange(
+    config: RunConfig, world: World, cost: Cost, transport_name: str
+) -> tuple[SampleExchange, Planner]:
+    """Return the exchange of samples between all ranks, or in groups of them, and its planner. Collective."""
+    rules, anchored, timeout = config.balance, config.task.anchors != "none", config.train.timeout
+    is_large = 0 < rules.group_ranks < world.world_size
+    if is_large and rules.adapt and world.is_rank_zero:
+        warning_once("balance.adapt compares the speeds of all ranks, so samples are not placed in groups of ranks")
+    if not is_large or rules.adapt:
+        transport, hosts = transport_for_samples(transport_name, timeout=timeout)
+        planner = Planner(
+            cost,
+            rules,
+            world_size=world.world_size,
+            hosts=hosts,
+            is_rank_zero=world.is_rank_zero,
+            anchored=anchored,
+        )
+        return SampleExchange(transport, planner), planner
+    hosts = np.array(host_of_each_rank(world.transport).host_of)
+    groups = RankGroups.of_hosts(hosts, rules.group_ranks)
+    if world.is_rank_zero:
+        between = (
+            "never move" if rules.counts == "equal" else "move where groups differ by more than the tolerance allows"
+        )
+        sizes = f"{len(groups.sizes)} groups of {groups.sizes.min()} to {groups.sizes.max()} ranks"
+        info_once(f"balance.group_ranks: samples are placed inside {sizes}; between groups they {between}")
+    group_planner = GroupPlanner(cost, rules, groups=groups, rank=world.rank, hosts=hosts, anchored=anchored)
+    shared_memory = transport_name == "shared_memory"
+    return open_grouped_exchange(
+        world.transport, group_planner, shared_memory=shared_memory, timeout=timeout
+    ), group_planner
 
 
 def _require_columns(config: RunConfig, loader: Loader) -> None:

@@ -27,6 +27,7 @@ from freescale.train.metrics_logger import MetricsLogger
 from freescale.train.sharded_model import SequenceModule
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
+from freescale.transport.host_layout import HostLayout
 from freescale.transport.world import World, new_group, restart_count
 
 _LOADED, _DAMAGED, _MISMATCH = range(3)
@@ -233,6 +234,8 @@ class CheckpointManager:
                 del tensors[self._generator]
                 change = f"resumed on {world_size} ranks a checkpoint of {facts['ranks']}"
                 warning_once(f"{change}: torch's random generators start anew")
+            elif "hosts" in facts and HostLayout(tuple(facts["hosts"])).sums != self._layout.sums:
+                warning_once("resumed on other hosts: row gradients are added in another order, which changes rounding")
             checkpoints.load(checkpoint, tensors, self._components.tables)
             self._restore(facts)
         except CheckpointError as error:
@@ -263,6 +266,13 @@ class CheckpointManager:
     def _generator(self) -> str:
         return f"generator.{self._components.world.rank}"
 
+    @property
+    def _layout(self) -> HostLayout:
+        """The hosts of the ranks; without sharded tables they do not matter."""
+        tables = self._components.tables
+        layout = None if tables is None else tables.layout
+        return layout or HostLayout.of([0] * self._components.world.world_size)
+
     def _tensors(self) -> dict[str, LocalRows]:
         components, world = self._components, self._components.world
         model = checkpoints.model_tensors(
@@ -283,6 +293,7 @@ class CheckpointManager:
             "interval": self._interval.state_dict(),
             "balance": components.planner.state_dict() if components.planner is not None else None,
             "data": asdict(components.data),
+            "hosts": list(self._layout.host_of),
             "buckets": {t.name: t.layout.buckets for t in tables if t.layout is not None},
             "config": to_toml(components.config),
         }

@@ -48,10 +48,12 @@ class ScheduleRunner(Generic[S]):
         self._streams = Streams() if device.type == "cpu" else SideStream(device)
         self.executor = self._build_executor(schedule, transports.deferred)
 
-    def switch(self, schedule: Schedule, deferred: Transport | None) -> None:
+    def switch(self, schedule: Schedule, urgent: Transport, deferred: Transport | None) -> None:
         """Continue with another schedule. Waits for all operations; prefetched rows are fetched anew."""
         self.executor.discard_prefetched()
         self.executor.close()
+        if self._tables is not None:
+            self._tables.add_lane("urgent", urgent)
         self.executor = self._build_executor(schedule, deferred)
 
     def _build_executor(self, schedule: Schedule, deferred: Transport | None) -> Executor[S]:

@@ -22,7 +22,7 @@ _PACKAGES = ("freescale", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "
 
 def facts(world: World) -> dict[str, Any]:
     """Return versions, devices and topology. Collective."""
-    found: dict[str, Any] = {"ranks": world.world_size, "hosts": host_of_each_rank(world.transport).tolist()}
+    found: dict[str, Any] = {"ranks": world.world_size, "hosts": list(host_of_each_rank(world.transport).host_of)}
     found |= {"host": socket.gethostname(), "system": platform.platform(), "python": platform.python_version()}
     found["packages"] = {name: version for name in _PACKAGES if (version := _version(name))}
     found["device"] = str(world.device)

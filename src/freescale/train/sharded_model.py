@@ -24,6 +24,7 @@ from freescale.models.retrieval import Retrieval
 from freescale.overlap.schedule import bucket_bytes
 from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
+from freescale.transport.host_layout import HostLayout
 from freescale.transport.world import World
 
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
@@ -114,10 +115,12 @@ def build_sharded_model(
     transport: Transport | None = None,
     *,
     buckets: Mapping[str, int] | None = None,
+    layout: HostLayout | None = None,
 ) -> ShardedModel:
     """Attach embedding tables to the model and move both to this rank's device.
 
     `transport`: moves embedding rows; the world's transport by default. `buckets`: see `model_tables`.
+    `layout`: the hosts of the ranks, by which row gradients are added.
     """
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
     torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
@@ -126,7 +129,7 @@ def build_sharded_model(
         replicated = ReplicatedTables(tables, seed=config.seed, deviation=config.tables.init)
         module = SequenceModule(model, replicated=replicated).to(world.device, dtype)
         return ShardedModel(module, None, describe_replicated_tables(tables, dtype))
-    sharded = shard_tables(tables, config, world, transport or world.transport, dtype)
+    sharded = shard_tables(tables, config, world, transport or world.transport, dtype, layout=layout)
     module = SequenceModule(model, sharded=sharded).to(world.device, dtype)
     return ShardedModel(module, sharded, describe_sharded_tables(sharded, world.world_size))
 

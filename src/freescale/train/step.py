@@ -186,10 +186,10 @@ class Step:
         """Whether a step prefetches rows of the next batch."""
         return self._runner.executor.prefetches
 
-    def switch(self, schedule: Schedule, deferred: Transport | None) -> None:
-        """Continue with another schedule and transport of the deferred lane. The training result does not change."""
-        self._transports = self._transports._replace(deferred=deferred)
-        self._runner.switch(schedule, deferred)
+    def switch(self, schedule: Schedule, urgent: Transport, deferred: Transport | None) -> None:
+        """Continue with another schedule and transports of its lanes. The training result does not change."""
+        self._transports = self._transports._replace(urgent=urgent, deferred=deferred)
+        self._runner.switch(schedule, urgent, deferred)
 
     def run(
         self, batch: Batch, rates: LearningRates, *, stop: bool = False, following: Batch | None = None

@@ -9,7 +9,7 @@ import torch
 from freescale.overlap.autotune import Autotuner, Setting
 from freescale.overlap.schedule import Schedule
 from freescale.train.step import Step
-from freescale.transport.base import Transport
+from freescale.transport.selection import TransportSelection
 from freescale.transport.world import World
 
 
@@ -21,18 +21,20 @@ class StepAutotuner:
         step: Step,
         tuner: Autotuner,
         schedules: Mapping[bool, Schedule],
-        deferred: Mapping[str, Transport],
+        transports: TransportSelection,
         world: World,
     ) -> None:
-        """`schedules`: without and with overlap. `deferred`: transports of the deferred lane by name."""
-        self._step, self._tuner, self._schedules, self._deferred = step, tuner, schedules, deferred
+        """`schedules`: without and with overlap."""
+        self._step, self._tuner, self._schedules, self._transports = step, tuner, schedules, transports
         self._world, self._current, self._began = world, tuner.setting, 0.0
 
     def begin_step(self) -> bool:
         """Switch to the setting of this step if needed. Returns whether to prefetch the rows of the next batch."""
         if self._tuner.setting != self._current:
-            self._current = self._tuner.setting
-            self._step.switch(self._schedules[self._current.overlap], self._deferred.get(self._current.deferred))
+            self._current = setting = self._tuner.setting
+            urgent = self._transports.urgent_choices[setting.exchange]
+            deferred = self._transports.deferred_choices.get(setting.deferred)
+            self._step.switch(self._schedules[setting.overlap], urgent, deferred)
         self._began = time.perf_counter()
         return self._step.looks_ahead and self._tuner.keeps_setting
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,28 @@ _SLACK, _SLACK_SECONDS = 1.5, 5e-3
 """Time beyond what its bytes need after which a transfer counts as waiting for a late rank."""
 
 
+class TransferWork(Protocol):
+    """What is used of a `dist.Work`."""
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer has ended."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Wait for the transfer, at most so long."""
+
+
 class C10d:
     """Collectives of one process group. Each operation has a name, which errors quote."""
+
+    is_pairwise = False
+    """Whether only pairs of ranks with rows send messages."""
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, *, timeout: float = 600.0) -> None:
         self.peers = Peers(group.rank(), group.size(), store)
         self.timeout, self.group = timeout, group
         self.device = device_of(group)
         self._tracer_factory: TracerFactory | None = None
-        self._in_flight: dict[dist.Work, tuple[float, int]] = {}
+        self._in_flight: dict[TransferWork, tuple[float, int]] = {}
         """Start time and bytes on the link, by transfer."""
 
     def add_tracer(self, tracer: TracerFactory | None) -> None:
@@ -108,7 +122,7 @@ class C10d:
             raise
 
     def _start(
-        self, launch: Callable[[], dist.Work | None], name: str, size: int, result: Callable[[], Tensor]
+        self, launch: Callable[[], TransferWork | None], name: str, size: int, result: Callable[[], Tensor]
     ) -> PendingWork[Tensor]:
         tracer = self._tracer_factory(name, size) if self._tracer_factory is not None else None
         with self.peers.guard(name):
@@ -117,7 +131,7 @@ class C10d:
         finish = self._track(work, size)
         return PendingWork(name, self, tracer, partial(self._wait, work), lambda: finish(result()), work.is_completed)
 
-    def _track(self, work: dist.Work, size: int) -> Callable[[Tensor], Tensor]:
+    def _track(self, work: TransferWork, size: int) -> Callable[[Tensor], Tensor]:
         """Count a transfer as in flight until it completes, at the latest on a CPU when its result is used."""
         self._drop_completed()
         self._in_flight[work] = time.monotonic(), size
@@ -133,7 +147,7 @@ class C10d:
         for work in [work for work in list(self._in_flight) if work.is_completed()]:
             self._in_flight.pop(work, None)
 
-    def _wait(self, work: dist.Work, seconds: float) -> None:
+    def _wait(self, work: TransferWork, seconds: float) -> None:
         """Wait for a transfer, checking for failed peers meanwhile."""
         if self.device.type != "cpu":
             work.wait()  # the stream waits, not the host

@@ -36,8 +36,17 @@ _MAX_CHUNKS = 128
 class ChunkedTransport(Transport):
     """Transfers of a group, chunk by chunk. A transfer is complete when the call that starts it returns."""
 
-    def __init__(self, transport: C10d, *, urgent: Transport | None = None, copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        transport: C10d,
+        *,
+        urgent: Transport | None = None,
+        copier: Copier | None = None,
+        pairs: int | None = None,
+    ) -> None:
+        """`pairs`: ranks that a rank sends to at once; all by default. A chunk is divided among them."""
         self.peers, self.timeout = transport.peers, transport.timeout
+        self._pairs = pairs or self.peers.world_size
         self._transport, self._urgent = transport, urgent
         self._staging = Staging(copier or Copier(transport.device))
         self._rates: deque[float] = deque(maxlen=_RATE_SAMPLES)
@@ -50,6 +59,10 @@ class ChunkedTransport(Transport):
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, name: str, most: int | None = None
     ) -> CompletedWork[Tensor]:
         """Exchange rows, chunk after chunk."""
+        if self._transport.is_pairwise:  # no message depends on other pairs, so ranks may have more chunks than others
+            most = max(*send, *receive)
+            if not most:
+                return CompletedWork(rows.new_empty((0, *rows.shape[1:])))
         if (
             most is not None
             and rows.device == self._staging.copier.buffer_device
@@ -107,7 +120,7 @@ class ChunkedTransport(Transport):
     def _chunk_bytes(self, rows: Tensor) -> int:
         """Return the bytes of a chunk for each pair of ranks."""
         place = "cpu" if rows.device.type == "cpu" else "gpu"
-        return (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[place] // self.peers.world_size
+        return (LARGE_CHUNK_BYTES if self._urgent is None else CHUNK_BYTES)[place] // self._pairs
 
     def _most_chunks(self, rows: Tensor, most: int) -> int:
         """Return a number of chunks that suffices for any pair of ranks, if none sends more than so many rows."""

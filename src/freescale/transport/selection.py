@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,15 @@ from freescale.progress import track
 from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
+from freescale.transport.host_layout import HostLayout
 from freescale.transport.host_staged import Copier, StreamCopier
+from freescale.transport.pairwise import PairwiseC10d
 from freescale.transport.shared_memory import SharedMemory, SharedMemoryTransport
+from freescale.transport.two_level import TwoLevelTransport
 from freescale.transport.world import World, clone_group, host_of_each_rank, new_group
 
 TRANSPORTS = ("c10d", "host_staged", "shared_memory", "copy_engine")
+FLAT, TWO_LEVEL = "flat", "two_level"
 _memory_numbers = itertools.count()
 """All ranks create transports in the same order, so the numbers agree."""
 _MARGIN = 0.9
@@ -61,6 +65,15 @@ class TransportSelection(NamedTuple):
     """Name of the deferred transport, or of the urgent one if nothing is deferred."""
     deferred_choices: Mapping[str, Transport] = {}
     """The deferred transport and, for `auto`, the next best one: training steps decide between them."""
+    layout: HostLayout | None = None
+    """The hosts of the ranks. None with one rank, or if no rows move."""
+    urgent_choices: Mapping[str, Transport] = {}
+    """The urgent transport of each exchange, flat or two_level, between which training steps decide."""
+
+    @staticmethod
+    def of_one(transport: Transport) -> "TransportSelection":
+        """Return the selection of a transport that nothing is compared with."""
+        return TransportSelection(transport, None, [], urgent_choices={FLAT: transport})
 
     def for_lane(self, lane: str) -> Transport:
         """Return the transport of a lane."""
@@ -75,8 +88,8 @@ class TransportFactory:
 
     def __init__(self, world: World, *, sent_bytes: int = 0) -> None:
         self._world, self._sent_bytes = world, sent_bytes
-        hosts = host_of_each_rank(world.transport).tolist()
-        self._local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        self.layout = host_of_each_rank(world.transport)
+        hosts = self.layout.host_of
         reasons = [self._unavailable_reason(name, hosts) for name in TRANSPORTS]
         flags = torch.tensor([bool(reason) for reason in reasons], dtype=torch.int32)
         anywhere = world.transport.reduce_values(flags, name="transports", op=dist.ReduceOp.MAX).tolist()
@@ -102,15 +115,26 @@ class TransportFactory:
         transport: C10d | ChunkedTransport = (
             ChunkedTransport(group, urgent=urgent, copier=copier) if is_chunked else group
         )
-        memory_name = str(next(_memory_numbers))
         if name == "shared_memory":
-            memory = SharedMemory(group.peers, self._local_ranks, name=memory_name, timeout=group.timeout)
-            return SharedMemoryTransport(memory, transport)
+            return SharedMemoryTransport(_memory(group, self.layout), transport)
         if name == "copy_engine":
             from freescale.transport.copy_engine import CopyEngine
 
-            return CopyEngine(self._world.group, transport, name=memory_name)
+            return CopyEngine(self._world.group, transport, name=str(next(_memory_numbers)))
         return transport
+
+    def create_two_level(self, *, urgent: Transport | None = None) -> TwoLevelTransport:
+        """Create a transport that sends one message per pair of hosts; see `create`. Collective."""
+        if reason := self.two_level_reason():
+            raise ConfigError(f"a two-level exchange is not possible here: {reason}", key="tables.exchange")
+        group = PairwiseC10d(self._group("c10d", urgent=urgent is None))
+        return _two_level(group, self.layout, urgent=urgent)
+
+    def two_level_reason(self) -> str:
+        """Return why a two-level exchange is not possible, the same on all ranks; empty if it is."""
+        if self._world.device.type != "cpu":
+            return "the rows are on a GPU"
+        return "" if self.layout.is_consecutive else "the ranks of a host do not have consecutive numbers"
 
     def _group(self, name: str, *, urgent: bool) -> C10d:
         """Return the group of a lane. On a GPU, urgent rows do not queue behind the dense gradients either."""
@@ -137,16 +161,54 @@ class TransportFactory:
 
 
 def select_transports(
-    world: World, config: TransportConfig, *, deferred: bool, sent_bytes: int = 1 << 20, compared: bool = False
+    world: World,
+    config: TransportConfig,
+    *,
+    deferred: bool,
+    sent_bytes: int = 1 << 20,
+    compared: bool = False,
+    exchange: Literal["flat", "two_level", "auto"] = "flat",
 ) -> TransportSelection:
     """Create the transport of each lane: the configured one, or for `auto` the one that measures best. Collective.
 
     `sent_bytes`: approximate bytes that a rank sends per transfer; transports are measured with that size.
-    `compared`: training steps will compare deferred transports, so create the next best one too.
+    `compared`: training steps will compare deferred transports, so create the next best one too. `exchange`: two_level
+    creates two-level transports instead of the configured ones; auto creates both where they differ.
     """
     if world.world_size == 1:
-        return TransportSelection(world.transport, None, [])
+        return TransportSelection.of_one(world.transport)
     factory = TransportFactory(world, sent_bytes=sent_bytes)
+    if exchange == TWO_LEVEL and len(factory.layout.ranks) > 1:
+        return _two_level_lanes(factory, deferred=deferred)
+    flat = _flat_lanes(world, config, factory, deferred=deferred, sent_bytes=sent_bytes, compared=compared)
+    if exchange == FLAT:
+        return flat
+    if not factory.layout.sums:
+        why = "there is one host" if len(factory.layout.ranks) == 1 else "every rank has a host of its own"
+        return flat._replace(reasons=[*flat.reasons, f"transport: the exchange is flat: {why}"])
+    if reason := factory.two_level_reason():
+        return flat._replace(reasons=[*flat.reasons, f"transport: the exchange is flat: {reason}"])
+    two = _two_level_lanes(factory, deferred=deferred)
+    return flat._replace(
+        reasons=[*flat.reasons, *two.reasons],
+        deferred_choices={**flat.deferred_choices, **two.deferred_choices},
+        urgent_choices={**flat.urgent_choices, **two.urgent_choices},
+    )
+
+
+def _two_level_lanes(factory: TransportFactory, *, deferred: bool) -> TransportSelection:
+    """Create a two-level transport for each lane. Collective."""
+    urgent = factory.create_two_level()
+    choices = {TWO_LEVEL: factory.create_two_level(urgent=urgent)} if deferred else {}
+    reasons = [f"transport: two levels, one message per pair of {len(factory.layout.ranks)} hosts"]
+    more = {"layout": factory.layout, "urgent_choices": {TWO_LEVEL: urgent}}
+    return TransportSelection(urgent, choices.get(TWO_LEVEL), reasons, TWO_LEVEL, choices, **more)
+
+
+def _flat_lanes(
+    world: World, config: TransportConfig, factory: TransportFactory, *, deferred: bool, sent_bytes: int, compared: bool
+) -> TransportSelection:
+    """Create the configured transport of each lane, or the one that measures best. Collective."""
     configured = {"urgent": config.urgent} | ({"deferred": config.deferred} if deferred else {})
     created = {name: factory.create(name) for name in factory.available} if "auto" in configured.values() else {}
     timings = probe(created, world.transport, world.device, sizes=[sent_bytes]) if len(created) > 1 else []
@@ -156,10 +218,10 @@ def select_transports(
     if created and world.device.type != "cpu" and (why := factory.unavailable.get("copy_engine")):
         reasons.append(f"transport: copy_engine is not possible: {why}")
     if not deferred:
-        return TransportSelection(urgent, None, reasons, names["urgent"])
+        return TransportSelection(urgent, None, reasons, names["urgent"], {}, factory.layout, {FLAT: urgent})
     best, second = names["deferred"], second_best(timings) if config.deferred == "auto" and compared else None
     choices = {name: factory.create(name, urgent=urgent) for name in (best, second) if name is not None}
-    return TransportSelection(urgent, choices[best], reasons, best, choices)
+    return TransportSelection(urgent, choices[best], reasons, best, choices, factory.layout, {FLAT: urgent})
 
 
 def transport_for_samples(name: str, *, timeout: float) -> tuple[Transport, NDArray[np.int64]]:
@@ -168,12 +230,26 @@ def transport_for_samples(name: str, *, timeout: float) -> tuple[Transport, NDAr
     Samples are in host memory whatever the device, so they use shared memory if rows do.
     """
     group = new_group(timeout=timeout)
-    hosts = host_of_each_rank(group)
-    if name != "shared_memory":
-        return group, hosts
-    local_ranks = np.flatnonzero(hosts == hosts[group.peers.rank]).tolist()
-    memory = SharedMemory(group.peers, local_ranks, name=str(next(_memory_numbers)), timeout=timeout)
-    return SharedMemoryTransport(memory, group), hosts
+    layout = host_of_each_rank(group)
+    transport: Transport = group
+    if name == TWO_LEVEL:
+        transport = _two_level(PairwiseC10d(group), layout)
+    elif name == "shared_memory":
+        transport = SharedMemoryTransport(_memory(group, layout), group)
+    return transport, np.array(layout.host_of)
+
+
+def _memory(group: C10d, layout: HostLayout) -> SharedMemory:
+    """Share memory with the ranks of this host. Collective."""
+    ranks = layout.ranks[layout.host_of[group.peers.rank]]
+    return SharedMemory(group.peers, ranks, name=str(next(_memory_numbers)), timeout=group.timeout)
+
+
+def _two_level(group: PairwiseC10d, layout: HostLayout, *, urgent: Transport | None = None) -> TwoLevelTransport:
+    """Create a two-level transport; one with `urgent` yields to that transport. Collective."""
+    pairs = -(-len(layout.ranks) // min(map(len, layout.ranks)))  # hosts that a leader sends to
+    far = group if urgent is None else ChunkedTransport(group, urgent=urgent, pairs=pairs)
+    return TwoLevelTransport(layout, SharedMemoryTransport(_memory(group, layout), group, within_host=True), far)
 
 
 def best_transport(timings: Sequence[TransportTiming], lane: str) -> str:

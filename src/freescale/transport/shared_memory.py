@@ -12,7 +12,8 @@ import mmap
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 from weakref import finalize
@@ -20,6 +21,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from freescale.errors import TransportError
 from freescale.transport.base import Peers, PendingWork, TracerFactory, Transport, Work
 from freescale.transport.c10d import C10d
 from freescale.transport.chunked import ChunkedTransport
@@ -38,12 +40,16 @@ class SharedMemoryTransport(Transport):
     `fallback` serves the ranks that the memory does not reach, and all reductions: copies cannot add.
     """
 
-    def __init__(self, memory: "SharedMemory", fallback: C10d | ChunkedTransport) -> None:
+    def __init__(self, memory: "SharedMemory", fallback: C10d | ChunkedTransport, *, within_host: bool = False) -> None:
+        """`within_host`: connect the ranks of the memory alone, which are then counted from 0."""
         self.peers, self.timeout = fallback.peers, fallback.timeout
+        self._own, self._ranks = self.peers.rank, list(range(self.peers.world_size))
         self._tracer_factory: TracerFactory | None = None
         self._memory, self._fallback = memory, fallback
-        self._is_near = [rank in memory.ranks for rank in range(self.peers.world_size)]
-        place = memory.ranks.index(self.peers.rank)
+        place = memory.ranks.index(self._own)
+        if within_host:
+            self._ranks = memory.ranks
+            self.peers = HostPeers(place, len(self._ranks), self.peers.store, self.peers)
         self._near = [*memory.ranks[place + 1 :], *memory.ranks[:place]]
         """The peers; each rank starts with the next one, so that not all write to the same rank."""
         self._unwritten: defaultdict[int, deque[Tensor]] = defaultdict(deque)
@@ -67,7 +73,10 @@ class SharedMemoryTransport(Transport):
         rows = rows.contiguous()
         with self.peers.guard(name):
             out = self._memory.allocate(rows, sum(receive))
-        outgoing, incoming = rows.split(list(send)), out.split(list(receive))
+        outgoing, incoming = (
+            dict(zip(self._ranks, part.split(list(counts)), strict=True))
+            for part, counts in ((rows, send), (out, receive))
+        )
         complete_far = self._send_far(outgoing, incoming, name, most)
         with self.peers.guard(name):
             for peer in self._near:
@@ -77,7 +86,7 @@ class SharedMemoryTransport(Transport):
                 if outgoing[peer].numel():
                     self._unwritten[peer].append(outgoing[peer].view(-1).view(torch.uint8))
                     self._begun[peer] += 1
-            incoming[self.peers.rank].copy_(outgoing[self.peers.rank])
+            incoming[self._own].copy_(outgoing[self._own])
             self._write_offered()
         block = partial(self._finish, self._begun.copy(), self._awaited.copy(), complete_far)
         return PendingWork(name, self, tracer, block, lambda: out)
@@ -119,13 +128,13 @@ class SharedMemoryTransport(Transport):
         self._written[peer] += 1
 
     def _send_far(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], name: str, most: int | None
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], name: str, most: int | None
     ) -> _Completion | None:
         """Start the transfer of ranks outside this memory, if any; return the callback that stores what arrives."""
-        far = [rank for rank, near in enumerate(self._is_near) if not near]
+        far = [rank for rank in self._ranks if rank not in self._memory.ranks]
         if not far:
             return None
-        counts = ([len(part) * (rank in far) for rank, part in enumerate(parts)] for parts in (outgoing, incoming))
+        counts = ([len(part) * (rank in far) for rank, part in parts.items()] for parts in (outgoing, incoming))
         work = self._fallback.all_to_all(torch.cat([outgoing[rank] for rank in far]), *counts, name=name, most=most)
 
         def complete() -> None:
@@ -134,6 +143,21 @@ class SharedMemoryTransport(Transport):
                 incoming[rank].copy_(part)
 
         return complete
+
+
+@dataclass(frozen=True)
+class HostPeers(Peers):
+    """The ranks of a host, counted from 0. Errors name them by their number among all ranks."""
+
+    of_all: Peers
+
+    def raise_if_peer_failed(self) -> None:
+        """Raise if a wait of another rank failed, on any host."""
+        self.of_all.raise_if_peer_failed()
+
+    def transport_error(self, operation: str, error: Exception) -> TransportError:
+        """Build the error of an operation that failed on this rank, with the ranks that do not respond."""
+        return self.of_all.transport_error(operation, error)
 
 
 class _SharedBlock(NamedTuple):

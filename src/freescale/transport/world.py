@@ -12,15 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from freescale.errors import TransportError, UsageError, reason
 from freescale.log import logger, warning_once
 from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers
 from freescale.transport.c10d import C10d
+from freescale.transport.host_layout import HostLayout
 
 _SLACK_SECONDS = 1.0
 """Time beyond the timeout for calls that enforce it themselves."""
@@ -145,13 +144,11 @@ def _world_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def host_of_each_rank(transport: C10d) -> NDArray[np.int64]:
-    """Return the host number of each rank. A network namespace counts as a host. Collective."""
+def host_of_each_rank(transport: C10d) -> HostLayout:
+    """Return the host of each rank. A network namespace counts as a host. Collective."""
     own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
-    names = (
-        transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait_on_host().cpu().numpy()
-    )
-    return np.unique(names, return_inverse=True)[1].ravel()
+    names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait_on_host()
+    return HostLayout.of(names.flatten().tolist())
 
 
 def destroy_world() -> None:
@@ -192,7 +189,9 @@ def _watchdog(peers: Peers, operation: str, timeout: float, ended: threading.Eve
 
 
 def _host() -> str:
-    """Return an id of the boot and the network namespace, which scopes abstract sockets."""
+    """Return FREESCALE_HOST, else an id of the boot and the network namespace, which scopes abstract sockets."""
+    if name := os.environ.get("FREESCALE_HOST"):
+        return name
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return boot + os.readlink("/proc/self/ns/net")
