@@ -26,6 +26,16 @@ def test_a_large_table_is_filled_saved_and_resumed(tmp_path: Path, measure: Meas
     assert result["stored_bytes_per_slot"] <= 24
 
 
+def test_steps_with_dynamic_ids_are_compared_with_those_of_a_vocabulary(measure_alone: Measure) -> None:
+    options = ["--ranks", "1", "--rounds", "2", "--steps", "2", "--sessions", "20", "--items", "200", "--samples", "16"]
+    wall, cpu = measure_alone("dynamic_step.py", *options)
+    assert (wall["clock"], cpu["clock"]) == ("wall", "cpu")
+    for result in (wall, cpu):
+        least, ratio, most = result["over_vocabulary"]["dynamic"]
+        assert 0.2 < least <= ratio <= most < 5
+        assert set(result["ms"]) == {"vocabulary", "dynamic", "vocabulary again"}
+
+
 def test_tables_of_a_changing_catalogue_are_compared_by_their_hit_rate(tmp_path: Path, measure: Measure) -> None:
     rng = np.random.default_rng(0)
     minute = np.sort(rng.integers(0, 60 * 24 * 60, 6000))
