@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 
 import record
 from freescale.data import synthetic
-from freescale.embedding import row_update, row_update_kernel
+from freescale.embedding import row_update, row_update_kernel, zero_collision_kernels
 from freescale.models import fused_kernels, fused_launch
 from freescale.models.attention import triton_kernels
 from freescale.models.attention.tiles import KERNELS, Operands, Tile, TileKey, table_tile
@@ -60,6 +60,7 @@ SHARED_KIB = {80: 164, 90: 228, 100: 228}
 """Shared memory of a processor, from NVIDIA's CUDA C programming guide, as the three limits of `occupancy`."""
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma\b", "mma": r"\bmma\.sync"}
 FUSED_KERNELS = ("dropout", "token_losses", "row_gradients", "update_rows")
+SLOT_KERNELS = ("find_slots", "insert_ids", "initialize_rows")
 NEGATIVES = 128
 """Of the sampled softmax, as by default."""
 _FUSED = {
@@ -176,6 +177,27 @@ def fused_usage(name: str, dtype: str, dim: int, arch: int) -> dict[str, object]
     launch = {option: value for option, value in options.items() if option.islower()}
     found = resources(*compile_for(source, arch, launch), arch, options["num_warps"])
     return {"kernel": name, "arch": f"sm_{arch}", "type": dtype, "width": dim, **found}
+
+
+def slot_usage(name: str, arch: int) -> dict[str, object]:
+    """Return what a kernel of dynamic ids takes on a GPU, for 4 million slots and rows of 64."""
+    kernel = getattr(zero_collision_kernels, name)
+    constants = {"BITS": 12, "BUCKETS": 1 << 12, "SLOTS": 1024, "WINDOW": 128, "PADDED": 128, "DIM": 64, "SUMS": 1}
+    constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
+    constants |= {"KIND": zero_collision_kernels.LFU} if name == "insert_ids" else {}
+    kinds = {
+        "*i32": ("last_step", "times", "uses"),
+        "*i1": ("is_wanted", "is_new"),
+        "*fp32": ("weights", "sums"),
+        "i32": ("first", "owned", "count", "step", "time", "ttl", "protected"),
+        "i64": ("key", "scale_bits"),
+    }
+    kind_of = {argument: kind for kind, names in kinds.items() for argument in names}
+    signature = {one: "constexpr" if one in constants else kind_of.get(one, "*i64") for one in kernel.arg_names}
+    at = {one: (place,) for place, one in enumerate(kernel.arg_names)}
+    source = ASTSource(kernel, signature, {at[one]: value for one, value in constants.items()})
+    found = resources(*compile_for(source, arch, {"num_warps": 4, "enable_fp_fusion": False}), arch, 4)
+    return {"kernel": name, "arch": f"sm_{arch}", "type": "i64", **found}
 
 
 def occupancy(arch: int, warps: int, registers: int, shared: int) -> float:
@@ -297,6 +319,7 @@ def main() -> None:
     types = {name: ("fp32",) if name == "update_rows" else ("bf16", "fp32") for name in FUSED_KERNELS}
     fused += [(name, dtype, dim) for dim in options.widths for name in FUSED_KERNELS for dtype in types[name]]
     results += [fused_usage(*kernel, arch) for kernel in fused for arch in options.archs]
+    results += [slot_usage(kernel, arch) for kernel in SLOT_KERNELS for arch in options.archs]
     for result in results:
         print(json.dumps(result), flush=True)
     record.save(options.out, results)

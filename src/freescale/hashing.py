@@ -7,8 +7,8 @@ from torch import Tensor
 
 SPLITMIX64 = _WEYL, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """The constants of splitmix64, as signed integers."""
-_C1, _C2 = -0x783C846EEEBDAC2B, 0x4CF5AD432745937F  # MurmurHash3, as signed integers
-_F1, _F2 = -0xAE502812AA7333, -0x3B314601E57A13AD
+MURMUR3 = _C1, _C2, _F1, _F2 = -0x783C846EEEBDAC2B, 0x4CF5AD432745937F, -0xAE502812AA7333, -0x3B314601E57A13AD
+"""The multipliers of MurmurHash3, as signed integers."""
 
 
 def splitmix64(z: Tensor) -> Tensor:

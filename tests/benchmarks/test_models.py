@@ -66,6 +66,7 @@ def test_kernels_compile_without_spills_tf32_and_atomics_and_divide_their_work_e
     compiled = [result for result in results if "kernel" in result]
     names = {"forward", "backward_rows", "backward_columns", "join"}
     names |= {"splitmix64", "dropout", "token_losses", "row_gradients", "update_rows"}
+    names |= {"find_slots", "insert_ids", "initialize_rows"}
     assert {result["kernel"] for result in compiled} == names
     for result in compiled:
         assert (result["spilled_bytes"], result["tf32"], result["float_atomics"]) == (0, False, False)

@@ -12,7 +12,7 @@ from freescale import log
 from freescale.config import RunConfig, TablesConfig
 from freescale.embedding.exchange import AllToAllPlan, EmbeddingExchange
 from freescale.embedding.fused import fused_shard, require_exact
-from freescale.embedding.ids import UniqueIds, deduplicate, split
+from freescale.embedding.ids import UniqueIds, deduplicate, deduplicate_together, split
 from freescale.embedding.sharded import Shard, describe_sharded_tables, plain_shard, shard_tables
 from freescale.embedding.tables import RowKeys, Table
 from freescale.errors import ConfigError
@@ -29,6 +29,16 @@ def test_each_id_is_once_and_every_place_finds_its_own(ids: list[int], rows: int
     wanted = deduplicate(asked, rows=rows)
     assert wanted.unique.tolist() == sorted(set(ids))
     assert wanted.unique[wanted.inverse].tolist() == ids
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=12), st.sampled_from([31, 40, None])), min_size=1))
+def test_tables_together_have_the_unique_ids_of_each(tables: list[tuple[list[int], int | None]]) -> None:
+    tables.sort(key=lambda table: table[1] is None)  # as devices get them
+    ids = [torch.tensor(of_table, dtype=torch.int64) for of_table, _ in tables]
+    ids = [of_table if rows else of_table * (1 << 57) - 3 for of_table, (_, rows) in zip(ids, tables, strict=True)]
+    for asked, (unique, inverse) in zip(ids, deduplicate_together(ids, [rows for _, rows in tables]), strict=True):
+        assert torch.equal(unique, asked.unique())
+        assert torch.equal(unique[inverse], asked)
 
 
 @given(rows=st.integers(1, 200), ranks=st.integers(1, 9), ids=st.sets(st.integers(0, 199)))

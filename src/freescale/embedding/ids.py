@@ -53,30 +53,38 @@ def deduplicate_up_to(ids: Tensor, bound: int) -> tuple[UniqueIds, int]:
 
 
 def deduplicate_tables(ids: Sequence[Tensor], *, rows: Sequence[int | None]) -> list[UniqueIds]:
-    """Return the unique ids of several tables with so many rows; None: any ids.
-
-    On a device the host waits once for all tables with a number of rows, and once for each other one.
-    """
+    """Return the unique ids of several tables with so many rows; None: any ids. On a device the host waits once."""
     if ids[0].device.type == "cpu":
         return [deduplicate(of_table, rows=count) for of_table, count in zip(ids, rows, strict=True)]
-    bounded = [(of_table, count) for of_table, count in zip(ids, rows, strict=True) if count is not None]
-    together = iter(_deduplicate_together(*zip(*bounded, strict=True)) if bounded else ())
-    pairs = zip(ids, rows, strict=True)
-    return [deduplicate(of_table, rows=None) if count is None else next(together) for of_table, count in pairs]
+    bounded_first = sorted(range(len(ids)), key=lambda table: rows[table] is None)
+    found = deduplicate_together([ids[table] for table in bounded_first], [rows[table] for table in bounded_first])
+    return [found[bounded_first.index(table)] for table in range(len(ids))]
 
 
-def _deduplicate_together(ids: Sequence[Tensor], rows: Sequence[int]) -> list[UniqueIds]:
-    sizes, first = [len(of_table) for of_table in ids], [0, *accumulate(rows)][:-1]
+def deduplicate_together(ids: Sequence[Tensor], rows: Sequence[int | None]) -> list[UniqueIds]:
+    """Return the unique ids of tables. Those with a number of rows are sorted together; they come first."""
+    bounded = [count for count in rows if count is not None]
+    sizes, first = [len(of_table) for of_table in ids], [*([0, *accumulate(bounded)][:-1]), *[0] * len(ids)][: len(ids)]
     ends, first_of_table, size_of_table = numbers_to_device([[0, *accumulate(sizes)], first, sizes], ids[0].device)
     table_first = first_of_table.repeat_interleave(size_of_table, output_size=sum(sizes))
-    ordered, order = (torch.cat([*ids]) + table_first).sort()  # the tables stay in order
-    number = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))[: len(ordered)]
+    together = sum(sizes[: len(bounded)])
+    ordered, order = _sort_parts(torch.cat([*ids]) + table_first, [together, *sizes[len(bounded) :]])
+    is_first = torch.zeros(len(ordered) + 1, dtype=torch.bool, device=ordered.device).index_fill_(0, ends, True)
+    is_first[1:-1] |= ordered[1:] != ordered[:-1]
+    number = is_first[:-1].cumsum(0) - 1
     unique = torch.empty_like(ordered).scatter_(0, number, ordered - table_first)  # equal values at equal places
     before = F.pad(number + 1, (1, 0))[ends]
     table_before = before[:-1].repeat_interleave(size_of_table, output_size=sum(sizes))
     inverse = torch.empty_like(order).scatter_(0, order, number - table_before)
     counts = before.diff().tolist()  # the host waits
     return [UniqueIds(*pair) for pair in zip(unique[: sum(counts)].split(counts), inverse.split(sizes), strict=True)]
+
+
+def _sort_parts(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Sort parts of these sizes, each by itself. Return the values, and the place of each before."""
+    ordered, order = zip(*(part.sort() for part in values.split([*sizes])), strict=True)
+    begins = [0, *accumulate(sizes)]
+    return torch.cat(ordered), torch.cat([places + begin for places, begin in zip(order, begins, strict=False)])
 
 
 def spread(values: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor | int:

@@ -169,7 +169,11 @@ class DynamicIds:
 
         A free slot stands for the next used one of its window, or for the shared row if there is none.
         """
-        return self._slots.sample(self.layout.slot_row(numbers))
+        return self.sample_rows(self.layout.slot_row(numbers))
+
+    def sample_rows(self, rows: Tensor) -> Tensor:
+        """Do the same for slots by row."""
+        return self._slots.sample(rows)
 
     def is_slot(self, rows: Tensor) -> Tensor:
         """Return which rows are slots and not shared."""
@@ -248,7 +252,7 @@ def move(before: SlotArrays, old: BucketLayout, new: BucketLayout, first: int) -
 
 def initial_rows(ids: Tensor, dim: int, *, table: str, seed: int, deviation: float) -> Tensor:
     """Return the initial rows of ids, in fp64: a hash of (seed, table, id), whatever slot and rank they are on."""
-    key = int(derive_key(seed, zlib.crc32(table.encode())).view("int64")[0])
+    key = initial_key(table, seed)
     column, scale = torch.arange(dim, device=ids.device), deviation * 3.0**0.5
     rows = torch.empty(len(ids), dim, dtype=torch.float64, device=ids.device)
     library = load_library() if ids.device.type == "cpu" else ""
@@ -261,6 +265,11 @@ def initial_rows(ids: Tensor, dim: int, *, table: str, seed: int, deviation: flo
         unit = logical_shift_right(number, 11).to(torch.float64).mul_(2.0**-53)
         torch.mul(unit.mul_(2.0).sub_(1.0), scale, out=values)
     return rows
+
+
+def initial_key(table: str, seed: int) -> int:
+    """Return what the initial rows of a table are hashed with."""
+    return int(derive_key(seed, zlib.crc32(table.encode())).view("int64")[0])
 
 
 def fbgemm_arguments(ids: Tensor, layout: BucketLayout) -> tuple[Tensor, Tensor]:

@@ -6,27 +6,18 @@ The kernels are compiled for a GPU, or run by Triton's interpreter on a CPU (TRI
 import triton
 import triton.language as tl
 
-from freescale.hashing import SPLITMIX64
+from freescale import hashing_kernels
 
 # ruff: noqa: N803, N806  compile-time constants are upper case in Triton
 
-WEYL, M1, M2 = (tl.constexpr(constant & 0xFFFFFFFFFFFFFFFF) for constant in SPLITMIX64)
 EPS = tl.constexpr(1e-12)  # that of torch's normalize
-
-
-@triton.jit
-def _splitmix64(z):
-    z = z + WEYL
-    z = (z ^ (z >> 30)) * M1
-    z = (z ^ (z >> 27)) * M2
-    return z ^ (z >> 31)
 
 
 @triton.jit(do_not_specialize=["count"])  # avoids a recompilation per value
 def splitmix64(z, out, count, BLOCK: tl.constexpr):
     """Hash integers."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    hashed = _splitmix64(tl.load(z + place, mask=place < count, other=0).to(tl.uint64))
+    hashed = hashing_kernels.splitmix64(tl.load(z + place, mask=place < count, other=0).to(tl.uint64))
     tl.store(out + place, hashed.to(tl.int64), mask=place < count)
 
 
@@ -37,8 +28,8 @@ def dropout(x, out, token_keys, words, salt, threshold, WIDTH: tl.constexpr, WOR
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     token, place = word // WORDS_PER_TOKEN, word % WORDS_PER_TOKEN
     token_key = tl.load(token_keys + token, mask=word < words, other=0).to(tl.uint64)
-    lane = _splitmix64(place.to(tl.uint64) + (salt.to(tl.uint64) << 32))
-    bits = _splitmix64(token_key ^ lane)
+    lane = hashing_kernels.splitmix64(place.to(tl.uint64) + (salt.to(tl.uint64) << 32))
+    bits = hashing_kernels.splitmix64(token_key ^ lane)
     part = tl.arange(0, 4)
     uniform = ((bits[:, None] >> (16 * part[None, :]).to(tl.uint64)) & 0xFFFF).to(tl.int32)
     # Equals token * WIDTH + 4 * place + part, written so that the compiler sees contiguous addresses.

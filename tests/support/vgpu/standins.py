@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.vgpu import device, fused_on_cpu
+from tests.support.vgpu import device, fused_on_cpu, slots_on_cpu
 
 
 class StandIn(NamedTuple):
@@ -136,6 +136,11 @@ def _row_update_on_cpu(_: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _slots_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute what a kernel of dynamic ids does on the CPU."""
+    return getattr(slots_on_cpu, function.__name__)
+
+
 def _cpu_values(value: Any, reads: list[Tensor]) -> Any:
     """Return an argument with tensors of the CPU, and collect those of the device."""
     if isinstance(value, tuple):
@@ -168,6 +173,9 @@ TABLE = (
     StandIn("freescale.models.fused_launch.compute_token_losses", 1, _fused_on_cpu),
     StandIn("freescale.models.fused_launch.compute_row_gradients", 1, _fused_on_cpu),
     StandIn("freescale.embedding.row_update.update_sorted_rows", 1, _row_update_on_cpu),
+    StandIn("freescale.embedding.zero_collision_launch.find_slots", 1, _slots_on_cpu),
+    StandIn("freescale.embedding.zero_collision_launch.insert_sorted", 3, _slots_on_cpu),
+    StandIn("freescale.embedding.zero_collision_launch.initialize_rows", 1, _slots_on_cpu),
     StandIn("freescale.models.attention.triton_launch.forward", 2, _attention_on_cpu),
     StandIn("freescale.models.attention.triton_launch.backward", 5, _attention_on_cpu),
 )
