@@ -91,9 +91,8 @@ def find_slots(table: SlotTable, ids: Tensor, is_wanted: Tensor, faults: Tensor,
     if len(ids):
         bits = table.layout.buckets.bit_length() - 1
         numbers = table.first, len(arrays.ids), now.step, now.time
-        kernels.find_slots[(len(ids),)](
-            ids, is_wanted, rows, *arrays, faults, *numbers, BITS=bits, num_warps=_WARPS, **constants
-        )
+        options: dict[str, Any] = {"BITS": bits, "num_warps": _WARPS, **constants}
+        kernels.find_slots[(len(ids),)](ids, is_wanted, rows, *arrays, faults, *numbers, **options)
     return rows
 
 
@@ -114,9 +113,8 @@ def insert_sorted(
     if len(ids):
         numbers = table.first, len(ids), now.step, now.time, policy.ttl, policy.protected
         options: dict[str, Any] = {"BUCKETS": table.layout.buckets, "KIND": KINDS[policy.kind], "num_warps": _WARPS}
-        kernels.insert_ids[(len(ids),)](
-            ids, buckets, order, rows, evicted, *table.arrays, *numbers, **options, **table.constants
-        )
+        options |= table.constants
+        kernels.insert_ids[(len(ids),)](ids, buckets, order, rows, evicted, *table.arrays, *numbers, **options)
     return rows, evicted
 
 
@@ -137,5 +135,6 @@ def initialize_rows(
     (scale_bits,) = struct.unpack("<q", struct.pack("<d", deviation * 3.0**0.5))
     dim, columns = weights.shape[1], 0 if sums is None else sums[:1].numel()
     options: dict[str, Any] = {"DIM": dim, "PADDED": triton.next_power_of_2(dim), "SUMS": columns}
+    options |= {"num_warps": _WARPS, "enable_fp_fusion": False}
     arguments = weights, weights if sums is None else sums, rows, ids, is_new, initial_key(table, seed), scale_bits
-    kernels.initialize_rows[(len(ids),)](*arguments, **options, num_warps=_WARPS, enable_fp_fusion=False)
+    kernels.initialize_rows[(len(ids),)](*arguments, **options)
