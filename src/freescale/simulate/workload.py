@@ -62,6 +62,19 @@ class Popularity:
         touched_before = self._items * self._touched(before)
         return self._interpolate(events, lambda n: float(touched_before @ self._touched(n)))
 
+    @property
+    def items(self) -> float:
+        """The number of items."""
+        return float(self._items.sum())
+
+    def without(self, rows: int) -> "Popularity":
+        """Return the model of the other items if the most popular ones are not requested."""
+        order = np.argsort(-self._share, kind="stable")
+        items, rest = self._items[order], Popularity(self._items, self._share)
+        rest._items = np.clip(np.cumsum(items) - rows, 0.0, items)
+        rest._share, rest._at_random = self._share[order], self._at_random
+        return rest
+
     def _touched(self, events: float) -> Floats:
         """Return the probability that some of these events need an item, for each group."""
         return -np.expm1(events * (np.log1p(-np.minimum(self._share, 1 - 1e-12)) - self._at_random))
@@ -93,6 +106,10 @@ class RowOwners:
         position = order.position(items.values, bit_reversal(order.shards))
         return RowOwners(position / order.positions, items.counts / max(1, items.counts.sum()), drawn / order.rows)
 
+    def without(self, rows: int) -> "RowOwners":
+        """Return the model of the other items if the first ones, the most popular, are not requested."""
+        return replace(self, position=self.position[rows:], share=self.share[rows:])
+
     def served(self, events: Floats, owners: int, rng: np.random.Generator) -> Floats:
         """Draw the rows that each owner serves over the mean of all, if those who request rows have so many events.
 
@@ -121,6 +138,15 @@ class TableCost:
     """Ids per event or candidate, from which `popularity` follows: without what is drawn at random."""
     owners: RowOwners | None = None
     """None: all owners serve equally many rows."""
+    replicated: int = 0
+    """The rows that are on every rank; the others are those of `popularity` and `owners`."""
+
+    def replicate(self, rows: int) -> "TableCost":
+        """Return the cost with the most popular rows on every rank."""
+        assert isinstance(self.popularity, Popularity), "the popularity of every row is known"
+        owners = None if self.owners is None else self.owners.without(rows)
+        least = int(min(rows, self.popularity.items))
+        return replace(self, popularity=self.popularity.without(rows), owners=owners, replicated=least)
 
 
 @dataclass(frozen=True)
@@ -178,6 +204,20 @@ class ModelCost:
             sharded=sharded,
             anchored=config.task.anchors != "none",
         )
+
+    def replicate(self, rows: int) -> "ModelCost":
+        """Return the cost with the most popular rows of every table on every rank."""
+        return replace(self, tables=tuple(table.replicate(rows) for table in self.tables))
+
+    @property
+    def replicated_rows(self) -> int:
+        """The rows of all tables that are on every rank."""
+        return sum(table.replicated for table in self.tables)
+
+    @property
+    def replicated_bytes(self) -> float:
+        """Gradients of these rows that are all-reduced."""
+        return 4.0 * sum(table.replicated * table.dim for table in self.tables)
 
     @property
     def widths(self) -> int:
