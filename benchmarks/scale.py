@@ -22,13 +22,14 @@ from freescale.balance.cost import Cost
 from freescale.balance.placement import Floats
 from freescale.config import RECIPES
 from freescale.data import synthetic
-from freescale.embedding.popularity import Requesters, choose_replicated
+from freescale.embedding.replicated_rows import Requesters, choose_replicated
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.overlap.schedule import overlapped
 from freescale.simulate import cluster
+from freescale.simulate.lookups import Popularity, RowOwners
 from freescale.simulate.operations import BALANCE, DeviceModel, OperationCosts
 from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, simulate
-from freescale.simulate.workload import ModelCost, Popularity, RowOwners, TableCost
+from freescale.simulate.workload import ModelCost, TableCost
 from record import save
 
 REMEDIES = {

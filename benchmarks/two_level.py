@@ -44,7 +44,7 @@ from freescale.transport.world import World, host_of_each_rank
 from processes import on_ranks
 from record import save
 
-LANES = {"flat": "flat", "two_level": "two_level", "flat again": "flat"}
+LANES = {"flat": {"exchange": "flat"}, "two_level": {"exchange": "two_level"}, "flat again": {"exchange": "flat"}}
 COMPUTE_SECONDS = 0.1
 TRAFFIC = ("ids", "urgent rows", "deferred rows", "row gradients")
 
@@ -92,19 +92,33 @@ def distinct_share(world: World, ids: list[Any]) -> float:
     return merged / every
 
 
-def measured(world: World, data: Path, out: Path, overlap: str, turns: int, steps: int) -> Any:
-    """Train every lane in turns; return the exposed row traffic and the time of a step, and the bytes between hosts."""
-    sent, ids = SentBytes(world), list[Any]()
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in LANES}
+def measured(
+    world: World,
+    data: Path,
+    out: Path,
+    overlap: str,
+    turns: int,
+    steps: int,
+    lanes: dict[str, dict[str, Any]] | None = None,
+    negatives: int = 128,
+    samples: int = 8,
+) -> Any:
+    """Train every lane in turns; return the exposed row traffic and the time of a step, and the bytes between hosts.
+
+    `lanes`: what differs in `[tables]`; the others are compared with the first. `samples`: of a rank.
+    """
+    lanes, sent, ids = lanes or LANES, SentBytes(world), list[Any]()
+    first = next(iter(lanes))
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in lanes}
     for turn in range(turns):
-        for name in LANES if turn % 2 else reversed(LANES):
+        for name in lanes if turn % 2 else reversed(lanes):
             config = RunConfig(
                 seed=turn,
-                data=DataConfig(path=str(data), global_batch=8 * world.world_size, max_history=50, shards=16),
+                data=DataConfig(path=str(data), global_batch=samples * world.world_size, max_history=50, shards=16),
                 model=ModelConfig(dim=64, layers=1),
-                task=TaskConfig(negatives=128),
+                task=TaskConfig(negatives=negatives),
                 balance=BalanceConfig(mode="off"),
-                tables=TablesConfig(exchange=LANES[name], overlap=overlap),  # type: ignore[arg-type]
+                tables=TablesConfig(**lanes[name], overlap=overlap),  # type: ignore[arg-type]
                 transport=TransportConfig(urgent="c10d", deferred="c10d"),
                 train=TrainConfig(max_steps=steps, save_every=10**9, log_every=1),
             )
@@ -138,12 +152,12 @@ def measured(world: World, data: Path, out: Path, overlap: str, turns: int, step
     if not world.is_rank_zero:
         return None
     over = {
-        name: {kind: spread([a / b for a, b in zip(of, found["flat"][kind], strict=True)]) for kind, of in lane.items()}
+        name: {kind: spread([a / b for a, b in zip(of, found[first][kind], strict=True)]) for kind, of in lane.items()}
         for name, lane in found.items()
-        if name != "flat"
+        if name != first
     }
     medians = {name: {kind: statistics.median(of) for kind, of in lane.items()} for name, lane in found.items()}
-    return {"overlap": overlap, "distinct": share, "per_step": medians, "over_flat": over}
+    return {"overlap": overlap, "distinct": share, "per_step": medians, f"over_{first}": over}
 
 
 def spread(values: list[float]) -> list[float]:

@@ -13,11 +13,11 @@ from freescale.config import BalanceConfig
 from freescale.data.dataset import Dataset, ValueCounts, compute_stats
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.overlap.schedule import overlapped
-from freescale.simulate.lookups import sample_data
+from freescale.simulate.lookups import Popularity, RowOwners, sample_data
 from freescale.simulate.network import Topology
 from freescale.simulate.operations import BALANCE, OperationCosts
 from freescale.simulate.whatif import Scenario, Techniques, simulate
-from freescale.simulate.workload import ModelCost, Popularity, RowOwners, SampledStep, StepLoad, TableCost, plan_step
+from freescale.simulate.workload import ModelCost, SampledStep, StepLoad, TableCost, plan_step
 from tests.simulate.test_engine import DEVICE, MODEL, hosts
 from tests.support.feature_log import with_features, write_feature_log
 

@@ -4,13 +4,21 @@ Items are numbered by popularity, so the n most popular rows of a table are its 
 and of their optimizer state, and updates it alike from the same sum. A row without a gradient keeps its bits: SGD and
 Adagrad add nothing. The owner of a row writes each update back to its shard, so checkpoints, exports and evaluation see
 whole tables.
+
+How many are worth it follows from the bytes between hosts. A rank requests a row once per step, however many of its
+samples need it. With W ranks on H hosts of L ranks each, a host sends a row L p (H - 1) / H times per step, where p is
+the probability that a rank requests it, and its gradient as often. A ring that all-reduces the gradient of a replicated
+row sends 2 (W - 1) / W times its bytes out of every host. If hosts request each row once, p is that of the host, and
+L = 1: then replication never sends less.
 """
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config import TablesConfig
@@ -18,6 +26,8 @@ from freescale.embedding.ids import UniqueIds
 from freescale.embedding.sharded import PlainShard, ShardedTables
 from freescale.embedding.tables import RowPositions, Table
 from freescale.transport.c10d import C10d
+
+Floats = NDArray[np.float64]
 
 
 class OwnRows(NamedTuple):
@@ -39,9 +49,7 @@ class OwnRows(NamedTuple):
 class ReplicatedRows:
     """The first rows of tables, on this rank. All ranks hold the same."""
 
-    def __init__(
-        self, tables: ShardedTables, counts: Mapping[str, int], config: TablesConfig, transport: C10d
-    ) -> None:
+    def __init__(self, tables: ShardedTables, counts: Mapping[str, int], config: TablesConfig, transport: C10d) -> None:
         """`counts`: how many rows of each table; tables without any are left out. Collective."""
         self._transport, self._of_shard = transport, tables.shard.state()
         self._tables = {t.name: t for t in tables.tables if min(t.rows, counts.get(t.name, 0)) > 0}
@@ -116,3 +124,34 @@ class ReplicatedRows:
             lines.append(f"table {name}: the {count:,} most popular rows on every rank, {held / 1e6:,.2f} MB")
         return lines
 
+
+class Requesters(NamedTuple):
+    """Who requests rows in a step: all ranks, or all hosts."""
+
+    hosts: int
+    per_host: float
+    """Of each host."""
+    lookups: float
+    """Rows that each of them looks up in a table, before deduplication."""
+    world_size: int
+
+
+class Replication(NamedTuple):
+    """The rows of a table that are worth replicating, and what a host sends for the table per step, in rows."""
+
+    rows: int
+    sent: float
+    """Without replication: rows and gradients, on average over the hosts."""
+    saved: float
+
+
+def choose_replicated(share: Floats, requesters: Requesters, *, drawn: float = 0.0) -> Replication:
+    """Return how many of the first rows to replicate. Deterministic.
+
+    `share`: of all lookups, by row. `drawn`: how often every lookup requests each row at random, besides.
+    """
+    requested = -np.expm1(requesters.lookups * (np.log1p(-np.minimum(share, 1 - 1e-12)) - drawn))
+    sent = 2 * requesters.per_host * (1 - 1 / requesters.hosts) * requested
+    saved = np.concatenate([[0.0], np.cumsum(sent - 2 * (1 - 1 / requesters.world_size))])
+    rows = int(saved.argmax())  # rows that are not sorted by popularity have no such first rows
+    return Replication(rows, float(sent.sum()), float(saved[rows]))

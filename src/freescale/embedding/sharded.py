@@ -187,7 +187,7 @@ class ShardedTables:
     ) -> None:
         """`layout`: gradients are added per host first. Without it they are added rank by rank."""
         self.tables, self.shard, self.dynamic, self.layout = list(tables), shard, dynamic, layout
-        self.replicated: "ReplicatedRows | None" = None
+        self.replicated: ReplicatedRows | None = None
         """The rows that every rank has, too, while it trains."""
         self.exchanges: dict[str, EmbeddingExchange | TwoLevelExchange] = {}
         self.add_lane("urgent", transport)

@@ -107,7 +107,7 @@ def serial(
     ready_rows = (*(o.key for o in (*agree, *assign)), "send_rows" if sharded else "prepare")
     compute = _compute(micro_batches, ready_rows, samples=samples)
     last = compute[-1].key
-    read, reduce, update = _replicate(last, "send_rows") if replicates else ((), (), ())
+    read, reduce, update = _replicate(last, ("send_rows",)) if replicates else ((), (), ())
     both: tuple[RowSet, ...] = ("urgent", "deferred")
     gradients = (
         Operation("send_gradients", "urgent", "row gradients", (last,), uses=("ids", "gradients")),
@@ -117,7 +117,7 @@ def serial(
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     on_rows = (*rows, *read, *compute, *reduce, *gradients, *update)
     moved = (*agree, *on_rows) if sharded else (*agree, *compute)
-    return Schedule((prepare, *moved, dense), {"ids": 1, "slots": 1, "rows": 1, "gradients": 1})
+    return Schedule((prepare, *moved, dense), {"ids": 1, "slots": 1, "rows": 1, "gradients": 1, "sums": 1})
 
 
 def overlapped(
@@ -138,10 +138,10 @@ def overlapped(
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     assign = _assign_slots("deferred", "deferred", samples=samples, batch=1) if assigns else ()
-    ready = (*(o.key for o in (*agree, *assign)), "send_exclusive_rows", "send_collision_rows")
-    compute = _compute(micro_batches, ready, samples=samples)
+    got = "send_exclusive_rows", "send_collision_rows"
+    compute = _compute(micro_batches, (*(o.key for o in (*agree, *assign)), *got), samples=samples)
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
-    read, reduce, update = _replicate(last, "send_split") if replicates else ((), (), ())
+    read, reduce, update = _replicate(last, got) if replicates else ((), (), ())
     exclusive_updated: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
     collision_updated: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
     collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1), *(o.key for o in reduce))
@@ -172,7 +172,7 @@ def overlapped(
     prepare = Operation("prepare", "deferred", "host", batch=1)
     dense = Operation("update_dense", "compute", "optimizer", (last,))
     operations = (prepare, *agree, *of_next, *read, *compute, *reduce, *shared, *update, dense, *others)
-    return Schedule(operations, {"ids": 2, "slots": 2, "split": 2, "rows": 2, "gradients": 2})
+    return Schedule(operations, {"ids": 2, "slots": 2, "split": 2, "rows": 2, "gradients": 2, "sums": 1})
 
 
 def _assign_slots(lane: Lane, sent_on: Lane, *, samples: bool, batch: int) -> tuple[Operation, ...]:
@@ -197,18 +197,17 @@ def _assign_slots(lane: Lane, sent_on: Lane, *, samples: bool, batch: int) -> tu
     )
 
 
-def _replicate(last: str, allocated: str) -> tuple[tuple[Operation, ...], ...]:
+def _replicate(last: str, got: tuple[str, ...]) -> tuple[tuple[Operation, ...], ...]:
     """Return the operations on replicated rows, by their place: before compute, after it, and before the dense update.
 
-    `last`: the last backward pass. `allocated`: what allocates the rows of a batch. The sum is issued before any other
-    transfer that follows compute, so that all ranks issue it in the same order.
+    `last`: the last backward pass. `got`: what receives the other rows. The sum is issued before any other transfer
+    that follows compute, so that all ranks issue it in the same order.
     """
     rows: tuple[RowSet, ...] = ("replicated",)
-    gradients = ("ids", "gradients")
     return (
-        (Operation("read_replicated", "compute", "forward", (allocated,), reads=rows, fills="rows", uses=("ids",)),),
-        (Operation("reduce_replicated", "dense", "row gradients", (last,), uses=gradients),),
-        (Operation("update_replicated", "compute", "optimizer", ("reduce_replicated",), writes=rows),),
+        (Operation("read_replicated", "compute", "forward", got, reads=rows, fills="rows", uses=("ids",)),),
+        (Operation("reduce_replicated", "dense", "row gradients", (last,), fills="sums", uses=("ids", "gradients")),),
+        (Operation("update_replicated", "compute", "optimizer", ("reduce_replicated",), writes=rows, uses=("sums",)),),
     )
 
 

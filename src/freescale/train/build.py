@@ -48,13 +48,13 @@ from freescale.train.checkpoint_manager import TrainerComponents
 from freescale.train.evaluation import build_evaluation, build_validation
 from freescale.train.metric_sinks import MonitoringOptions
 from freescale.train.metrics_logger import MetricsLogger
-from freescale.train.popular_rows import replicate_rows
 from freescale.train.sharded_model import (
     ShardedModel,
     build_model_for,
     build_optimizer,
     build_sharded_model,
     data_parallel,
+    replicate_rows,
 )
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
