@@ -142,9 +142,9 @@ def summarized(result: SimulationResult) -> dict[str, Any]:
     }
 
 
-def at(asked: Scenario, ranks: int) -> dict[str, Any]:
+def at(asked: Scenario, ranks: int, remedies: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks}
-    for name, remedy in REMEDIES.items():
+    for name, remedy in [(name, REMEDIES[name]) for name in remedies]:
         rules = replace(asked.rules, group_ranks=remedy["group_ranks"])
         model = asked.model.replicate(replicated(asked, ranks)) if "replicates" in remedy else asked.model
         scenario = replace(asked, two_level=bool(remedy["two_level"]), rules=rules, model=model)
@@ -160,11 +160,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024, 4096, 16_384])
     parser.add_argument("--items", type=int, default=10**9)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--remedies", nargs="+", default=[*REMEDIES], choices=[*REMEDIES])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     asked, results = question(options), []
     for ranks in options.ranks:
-        results.append(at(asked, ranks))
+        results.append(at(asked, ranks, options.remedies))
         print(json.dumps(results[-1]), flush=True)
     save(options.out, results)
 

@@ -53,8 +53,11 @@ class SentBytes:
     """The bytes of rows and row gradients, and the messages, that this rank sends to other hosts."""
 
     def __init__(self, world: World) -> None:
-        hosts = host_of_each_rank(world.transport).host_of
-        self.far = [host != hosts[world.rank] for host in hosts]
+        layout = host_of_each_rank(world.transport)
+        host = layout.host_of[world.rank]
+        self.far = [other != host for other in layout.host_of]
+        self.is_first = layout.ranks[host][0] == world.rank
+        """Of its host: it counts the bytes of the link that all its ranks share."""
         self.bytes, self.messages = 0, Counter[str]()
         for kind in (C10d, PairwiseC10d):
             self._count(kind)
@@ -137,7 +140,7 @@ def measured(
             trainer.components.step.run = keep  # type: ignore[method-assign]
             rows, link = sent.bytes, link_bytes()
             trainer.fit()
-            counts = {"row_bytes": sent.bytes - rows, "link_bytes": link_bytes() - link}
+            counts = {"row_bytes": sent.bytes - rows, "link_bytes": (link_bytes() - link) * sent.is_first}
             trainer.close()
             totals: list[Any] = [None] * world.world_size
             dist.all_gather_object(totals, counts)

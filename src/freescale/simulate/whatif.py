@@ -148,7 +148,7 @@ def _simulate(
     rate = samples / len(loads) / (summary.step_ms / 1e3)
     sample_bytes = SAMPLE_BYTES * samples + scenario.model.token_bytes * events
     bands = band(lambda result: result.step_ms), band(lambda result: result.bubble_percent)
-    collisions, moved_share = float(shared / rows), float(moved / sample_bytes)
+    collisions, moved_share = float(shared / max(1.0, rows)), float(moved / sample_bytes)
     return SimulationResult(world_size, techniques, summary, float(rate), *bands, collisions, moved_share)
 
 
