@@ -4,9 +4,10 @@
 
 Lengths of `kuairand`, 8 layers of 512, batches of 128, H100 with 8 x 400 Gb/s, items with production popularity, whose
 rows are dealt to the owners in zig-zag. At every size: a step with nothing and with everything, and everything with
-each remedy and with both: a two-level exchange, and planning in groups of 256 ranks. Beside them what grows: time of
-planning on this machine and of gathering lengths, the time before urgent rows leave a host (latency, and what ranks of
-a host pass to each other), the share of rows that collide, the busiest owner of rows, and the slowest rank.
+each remedy and with both: a two-level exchange, and planning in groups of 256 ranks; and, in groups, with the popular
+rows on every rank that the trainer would replicate with the flat exchange. Beside them what grows: time of planning on
+this machine and of gathering lengths, the time before urgent rows leave a host (latency, and what ranks of a host pass
+to each other), the share of rows that collide, the busiest owner of rows, and the slowest rank.
 """
 
 import argparse
@@ -21,12 +22,14 @@ from freescale.balance.cost import Cost
 from freescale.balance.placement import Floats
 from freescale.config import RECIPES
 from freescale.data import synthetic
+from freescale.embedding.replicated_rows import Requesters, choose_replicated
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.overlap.schedule import overlapped
 from freescale.simulate import cluster
+from freescale.simulate.lookups import Popularity, RowOwners
 from freescale.simulate.operations import BALANCE, DeviceModel, OperationCosts
 from freescale.simulate.whatif import ABLATION, Scenario, SimulationResult, simulate
-from freescale.simulate.workload import ModelCost, Popularity, RowOwners, TableCost
+from freescale.simulate.workload import ModelCost, TableCost
 from record import save
 
 REMEDIES = {
@@ -34,6 +37,8 @@ REMEDIES = {
     "two-level": {"two_level": True, "group_ranks": 0},
     "in groups": {"two_level": False, "group_ranks": 256},
     "both": {"two_level": True, "group_ranks": 256},
+    "popular rows": {"two_level": False, "group_ranks": 256, "replicates": True},
+    "popular rows, two-level": {"two_level": True, "group_ranks": 256, "replicates": True},
 }
 EXPONENT = 1.05
 FREQUENT = 1 << 20  # items that are placed on owners one by one
@@ -83,6 +88,15 @@ def question(options: argparse.Namespace) -> Scenario:
     )
 
 
+def replicated(asked: Scenario, ranks: int) -> int:
+    """How many rows `tables.replicated_rows = "auto"` replicates with the flat exchange."""
+    (table,) = asked.model.tables
+    assert table.owners is not None
+    hosts, events = ranks / asked.local, asked.batch * float(asked.lengths @ asked.counts) / asked.counts.sum()
+    requesters = Requesters(max(1, round(hosts)), min(ranks, asked.local), events, ranks)
+    return choose_replicated(table.owners.share, requesters).rows
+
+
 def terms(asked: Scenario, ranks: int) -> dict[str, Any]:
     """What grows with the number of ranks."""
     load = asked.plan_steps(asked.sample_steps(ranks)[:1], ranks, balanced=True)[0]
@@ -100,6 +114,7 @@ def terms(asked: Scenario, ranks: int) -> dict[str, Any]:
     assert urgent is not None
     requests = load.requests if load.merged is None else load.merged
     found = {
+        "replicated_rows": asked.model.replicated_rows,
         "planning_ms": round(1e3 * load.planning, 1),
         "gathering_lengths_ms": round(1e3 * (gathered.latency + max(gathered.levels)), 2),
         "urgent_latency_ms": round(1e3 * urgent.latency, 2),
@@ -127,11 +142,12 @@ def summarized(result: SimulationResult) -> dict[str, Any]:
     }
 
 
-def at(asked: Scenario, ranks: int) -> dict[str, Any]:
+def at(asked: Scenario, ranks: int, remedies: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks}
-    for name, remedy in REMEDIES.items():
+    for name, remedy in [(name, REMEDIES[name]) for name in remedies]:
         rules = replace(asked.rules, group_ranks=remedy["group_ranks"])
-        scenario = replace(asked, two_level=bool(remedy["two_level"]), rules=rules)
+        model = asked.model.replicate(replicated(asked, ranks)) if "replicates" in remedy else asked.model
+        scenario = replace(asked, two_level=bool(remedy["two_level"]), rules=rules, model=model)
         techniques = (ABLATION[0], ABLATION[-1]) if name == "everything" else (ABLATION[-1],)
         for result in simulate(scenario, ranks, techniques):
             found["nothing" if result.techniques == ABLATION[0] else name] = summarized(result)
@@ -144,11 +160,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024, 4096, 16_384])
     parser.add_argument("--items", type=int, default=10**9)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--remedies", nargs="+", default=[*REMEDIES], choices=[*REMEDIES])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     asked, results = question(options), []
     for ranks in options.ranks:
-        results.append(at(asked, ranks))
+        results.append(at(asked, ranks, options.remedies))
         print(json.dumps(results[-1]), flush=True)
     save(options.out, results)
 

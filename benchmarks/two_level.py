@@ -44,7 +44,7 @@ from freescale.transport.world import World, host_of_each_rank
 from processes import on_ranks
 from record import save
 
-LANES = {"flat": "flat", "two_level": "two_level", "flat again": "flat"}
+LANES = {"flat": {"exchange": "flat"}, "two_level": {"exchange": "two_level"}, "flat again": {"exchange": "flat"}}
 COMPUTE_SECONDS = 0.1
 TRAFFIC = ("ids", "urgent rows", "deferred rows", "row gradients")
 
@@ -53,8 +53,11 @@ class SentBytes:
     """The bytes of rows and row gradients, and the messages, that this rank sends to other hosts."""
 
     def __init__(self, world: World) -> None:
-        hosts = host_of_each_rank(world.transport).host_of
-        self.far = [host != hosts[world.rank] for host in hosts]
+        layout = host_of_each_rank(world.transport)
+        host = layout.host_of[world.rank]
+        self.far = [other != host for other in layout.host_of]
+        self.is_first = layout.ranks[host][0] == world.rank
+        """Of its host: it counts the bytes of the link that all its ranks share."""
         self.bytes, self.messages = 0, Counter[str]()
         for kind in (C10d, PairwiseC10d):
             self._count(kind)
@@ -92,19 +95,33 @@ def distinct_share(world: World, ids: list[Any]) -> float:
     return merged / every
 
 
-def measured(world: World, data: Path, out: Path, overlap: str, turns: int, steps: int) -> Any:
-    """Train every lane in turns; return the exposed row traffic and the time of a step, and the bytes between hosts."""
-    sent, ids = SentBytes(world), list[Any]()
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in LANES}
+def measured(
+    world: World,
+    data: Path,
+    out: Path,
+    overlap: str,
+    turns: int,
+    steps: int,
+    lanes: dict[str, dict[str, Any]] | None = None,
+    negatives: int = 128,
+    samples: int = 8,
+) -> Any:
+    """Train every lane in turns; return the exposed row traffic and the time of a step, and the bytes between hosts.
+
+    `lanes`: what differs in `[tables]`; the others are compared with the first. `samples`: of a rank.
+    """
+    lanes, sent, ids = lanes or LANES, SentBytes(world), list[Any]()
+    first = next(iter(lanes))
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in lanes}
     for turn in range(turns):
-        for name in LANES if turn % 2 else reversed(LANES):
+        for name in lanes if turn % 2 else reversed(lanes):
             config = RunConfig(
                 seed=turn,
-                data=DataConfig(path=str(data), global_batch=8 * world.world_size, max_history=50, shards=16),
+                data=DataConfig(path=str(data), global_batch=samples * world.world_size, max_history=50, shards=16),
                 model=ModelConfig(dim=64, layers=1),
-                task=TaskConfig(negatives=128),
+                task=TaskConfig(negatives=negatives),
                 balance=BalanceConfig(mode="off"),
-                tables=TablesConfig(exchange=LANES[name], overlap=overlap),  # type: ignore[arg-type]
+                tables=TablesConfig(**lanes[name], overlap=overlap),  # type: ignore[arg-type]
                 transport=TransportConfig(urgent="c10d", deferred="c10d"),
                 train=TrainConfig(max_steps=steps, save_every=10**9, log_every=1),
             )
@@ -123,7 +140,7 @@ def measured(world: World, data: Path, out: Path, overlap: str, turns: int, step
             trainer.components.step.run = keep  # type: ignore[method-assign]
             rows, link = sent.bytes, link_bytes()
             trainer.fit()
-            counts = {"row_bytes": sent.bytes - rows, "link_bytes": link_bytes() - link}
+            counts = {"row_bytes": sent.bytes - rows, "link_bytes": (link_bytes() - link) * sent.is_first}
             trainer.close()
             totals: list[Any] = [None] * world.world_size
             dist.all_gather_object(totals, counts)
@@ -138,12 +155,12 @@ def measured(world: World, data: Path, out: Path, overlap: str, turns: int, step
     if not world.is_rank_zero:
         return None
     over = {
-        name: {kind: spread([a / b for a, b in zip(of, found["flat"][kind], strict=True)]) for kind, of in lane.items()}
+        name: {kind: spread([a / b for a, b in zip(of, found[first][kind], strict=True)]) for kind, of in lane.items()}
         for name, lane in found.items()
-        if name != "flat"
+        if name != first
     }
     medians = {name: {kind: statistics.median(of) for kind, of in lane.items()} for name, lane in found.items()}
-    return {"overlap": overlap, "distinct": share, "per_step": medians, "over_flat": over}
+    return {"overlap": overlap, "distinct": share, "per_step": medians, f"over_{first}": over}
 
 
 def spread(values: list[float]) -> list[float]:

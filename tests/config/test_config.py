@@ -93,6 +93,11 @@ def test_a_recipe_is_a_complete_config(name: str, tmp_path: Path) -> None:
         ("[data]\nsplit = 'time'\n", 1, "split_time"),
         ("seed = -1\n", 1, "between 0 and"),
         ("[model]\ndim = 50\n", 2, "multiple of 4.*replicated"),
+        ("[tables]\nreplicated_rows = 'aut'\n", 2, "not one of its values.*did you mean 'auto'"),
+        ("[tables]\nreplicated_rows = 1.5\n", 2, "write a whole number"),
+        ("[tables]\nreplicated_rows = -1\n", 2, "replicated_rows = -1 is not valid.*0 or more"),
+        ("[tables]\nreplicated_rows = 9\nplacement = 'replicated'\n", 2, "has all rows so"),
+        ("[tables]\nreplicated_rows = 9\n[features.tag]\nids = 'dynamic'\nrows = 8\n", 2, "dynamic ids of tag"),
         ("[task]\nkind = 'ranking'\n", 1, "names of label columns"),
         ("[train]\nbeta2 = 1.0\n", 2, "below 1"),
         ("[train]\nkeep = 1\ntimeout = 0.0\n", 3, "train.timeout = 0.0 is not valid.*above 0"),
@@ -131,6 +136,13 @@ def test_any_field_can_be_set_by_a_flag() -> None:
     )
     assert (run.data.global_batch, run.seed, run.data.columns, run.model.kind) == (32, 5, ("a", "b"), "sasrec")
     assert run.model.dim == RECIPES["tiny"].model.dim, "other fields come from the recipe"
+
+
+@pytest.mark.parametrize("rows", [0, 7, "auto"])
+def test_a_field_of_two_types_is_set_by_a_flag_or_a_file_and_round_trips(rows: int | str) -> None:
+    run = config.resolve("tiny", ["--tables.replicated-rows", str(rows)])
+    assert run.tables.replicated_rows == rows
+    assert config.parse(config.to_toml(run)) == run
 
 
 def test_a_misspelt_flag_exits_with_2_and_suggests_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,8 @@ SAFE = {
     "overlapped with dynamic ids": overlapped(assigns=True, micro_batches=2),
     "serial with dynamic negatives": serial(sharded=True, assigns=True, samples=True),
     "overlapped with dynamic negatives": overlapped(assigns=True, samples=True),
+    "serial with replicated rows": serial(sharded=True, replicates=True),
+    "overlapped with replicated rows": overlapped(replicates=True, micro_batches=2),
 }
 STEPS, ROWS = 9, 12
 EVICTS, ASSIGNS, READS, WRITES = -2, -1, 0, 1  # what a batch does with a row, in this order
@@ -228,6 +230,25 @@ WRONG |= {
     ),
 }
 
+REPLICATED = overlapped(replicates=True)
+WRONG |= {
+    "replicated rows are read before they are changed": (
+        changed(REPLICATED, update_replicated=on("host")),
+        "read_replicated",
+        "update_replicated",
+    ),
+    "replicated rows are changed before their gradients are summed": (
+        changed(REPLICATED, update_replicated=without("reduce_replicated")),
+        "update_replicated",
+        "sums",
+    ),
+    "compute does not wait for replicated rows": (
+        changed(REPLICATED, read_replicated=on("host")),
+        "forward",
+        "rows",
+    ),
+}
+
 
 @pytest.mark.parametrize("name", SAFE)
 def test_schedules_in_use_are_safe(name: str) -> None:
@@ -267,13 +288,16 @@ def stale(schedule: Schedule, seed: int) -> bool:
         "deferred": lambda b: held[b + 1] & ~held[b + 2],
         "assigned": lambda b: held[b + 1] & ~held[max(0, b - 2) : b + 1].any(0),
         "evicted": lambda b: held[b + 1] & held[b],
+        "replicated": lambda b: held[b + 1],
     }
+    replicates = any("replicated" in o.reads for o in schedule.operations)
+    replicated = np.arange(ROWS) < replicates * ROWS // 3  # in no other set
     touched: list[list[tuple[int, int, float, float]]] = [[] for _ in range(ROWS)]
     for o in schedule.operations:
         for kind, sets in enumerate((o.reads, o.writes)):
             for rows, batch in itertools.product(sets, range(STEPS - 1)):
                 if (o.key, batch) in when:
-                    for row in np.flatnonzero(inside[rows](batch)):
+                    for row in np.flatnonzero(inside[rows](batch) & (replicated == (rows == "replicated"))):
                         phase = {"assigned": ASSIGNS, "evicted": EVICTS}.get(rows, kind)
                         touched[row].append((batch, phase, *when[o.key, batch]))
     for accesses in touched:

@@ -17,13 +17,13 @@ from freescale.overlap.schedule import Operation, Schedule, overlapped, serial
 from freescale.simulate import cluster, whatif
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.engine import Engine
+from freescale.simulate.lookups import Popularity
 from freescale.simulate.network import Topology
 from freescale.simulate.operations import DeviceModel, OperationCosts
 from freescale.simulate.report import scaling
 from freescale.simulate.whatif import ABLATION, Scenario, Techniques, simulate
 from freescale.simulate.workload import (
     ModelCost,
-    Popularity,
     RowRequests,
     SampledStep,
     StepLoad,

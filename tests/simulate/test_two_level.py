@@ -1,4 +1,6 @@
-"""The simulator knows the two-level exchange, groups of ranks, busy owners, and what candidates and features cost."""
+"""The simulator knows the two-level exchange, groups of ranks, busy owners, replicated rows, and what candidates and
+features cost.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,11 @@ from freescale.config import BalanceConfig
 from freescale.data.dataset import Dataset, ValueCounts, compute_stats
 from freescale.embedding.row_order import RowOrder, bit_reversal
 from freescale.overlap.schedule import overlapped
-from freescale.simulate.lookups import sample_data
+from freescale.simulate.lookups import Popularity, RowOwners, sample_data
 from freescale.simulate.network import Topology
 from freescale.simulate.operations import BALANCE, OperationCosts
 from freescale.simulate.whatif import Scenario, Techniques, simulate
-from freescale.simulate.workload import ModelCost, Popularity, RowOwners, SampledStep, StepLoad, TableCost, plan_step
+from freescale.simulate.workload import ModelCost, SampledStep, StepLoad, TableCost, plan_step
 from tests.simulate.test_engine import DEVICE, MODEL, hosts
 from tests.support.feature_log import with_features, write_feature_log
 
@@ -123,6 +125,35 @@ def test_planning_in_groups_takes_a_part_of_the_time_and_balances_as_well() -> N
     gather = next(operation for operation in BALANCE if operation.name == "gather_lengths")
     waits = [costs.cost(gather, load).transfer for load in (flat, grouped)]
     assert [wait.latency for wait in waits if wait] == pytest.approx([2 * (1e-5 + 63e-6), 4e-5 + (3 * 7 + 7) * 1e-6])
+
+
+def test_replicated_rows_are_not_requested_and_their_gradients_are_all_reduced() -> None:
+    model = popular().replicate(1_000)
+    every, rare = (planned(of, two_level=False) for of in (popular(), model))
+    drawn = [(rows >= 1_000).sum() for seed in range(4) for rows in drawn_rows(seed)]
+    assert rare.requests.rows.mean() == pytest.approx(np.mean(drawn), rel=0.03)
+    assert rare.requests.rows.mean() < 0.9 * every.requests.rows.mean()
+    assert rare.requests.collisions < every.requests.collisions
+    where = hosts(ranks_per_host=LOCAL, near=1e12)
+    costs = OperationCosts(where, DEVICE, model, world_size=RANKS, sm_free=False, rng=np.random.default_rng(0))
+    operations = {operation.name: operation for operation in overlapped(replicates=True).operations}
+    ring = Topology(where, RANKS, np.random.default_rng(0)).all_reduce(4.0 * 1_000 * 8)
+    assert costs.cost(operations["reduce_replicated"], rare).transfer == ring
+    assert costs.cost(operations["update_replicated"], rare).seconds == pytest.approx(1_000 * DEVICE.update)
+
+
+def test_rows_that_all_ranks_request_expose_less_traffic_if_they_are_replicated() -> None:
+    where, lengths = hosts(ranks_per_host=LOCAL, near=1e12), np.array([EVENTS])
+    few = Popularity.from_counts(np.ones(50, dtype=np.int64))
+    model = popular(dim=256, popularity=few, owners=None)
+    exposed = []
+    for of in (model, model.replicate(50)):
+        device = replace(DEVICE, work=1e-3)
+        scenario = Scenario(of, lengths, np.array([1]), 1, where, lambda _, device=device: device, steps=6)
+        (result,) = simulate(scenario, RANKS, [Techniques(balance=False)])
+        exposed.append(sum(one.ms for one in result.summary.lines if one.cause in ("urgent rows", "row gradients")))
+    out_of_host = 2 * LOCAL * (1 - LOCAL / RANKS), 2 * (RANKS - 1) / RANKS
+    assert exposed[1] / exposed[0] == pytest.approx(out_of_host[1] / out_of_host[0], rel=0.1)
 
 
 @pytest.fixture(scope="module", params=["candidates", "anchors"])

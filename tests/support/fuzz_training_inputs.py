@@ -27,9 +27,10 @@ from freescale.data.loader import Loader
 from freescale.embedding.row_order import RowOrder
 from freescale.errors import FreeScaleError
 from freescale.simulate import cluster
+from freescale.simulate.lookups import Popularity
 from freescale.simulate.operations import DeviceModel
 from freescale.simulate.whatif import Scenario, Techniques, simulate_steps
-from freescale.simulate.workload import ModelCost, Popularity, TableCost
+from freescale.simulate.workload import ModelCost, TableCost
 from tests.support.fuzz_values import (
     NUMBERS,
     ORDINARY,

@@ -21,6 +21,8 @@ _SCHEDULES = {
     "replicated": serial(sharded=False),
     "serial": serial(sharded=True),
     "overlapped": overlapped(),
+    "serial with replicated rows": serial(sharded=True, replicates=True),
+    "overlapped with replicated rows": overlapped(replicates=True),
     "serial with dynamic ids": serial(sharded=True, assigns=True, samples=True),
     "overlapped with dynamic ids": overlapped(assigns=True, samples=True),
 }

@@ -41,12 +41,20 @@ class TwoTables(Retrieval):
 
 
 def trained(
-    world: World, data: str, folder: str, precision: str, deferred: str, steps: int, two_tables: bool = False
+    world: World,
+    data: str,
+    folder: str,
+    precision: str,
+    deferred: str,
+    steps: int,
+    two_tables: bool = False,
+    replicated: int = 0,
 ) -> tuple[list[float], list[str]]:
     """Train; return the losses and the reports of this rank."""
     train = {"precision": precision, "max_steps": steps, "epochs": steps, "log_every": 1}
     transport = {"urgent": "copy_engine" if deferred == "copy_engine" else "c10d", "deferred": deferred}
-    config = small(data, train=train, tables={"overlap": "on"}, transport=transport)
+    tables = {"overlap": "on", "replicated_rows": replicated}
+    config = small(data, train=train, tables=tables, transport=transport)
     trainer = build(config, joined(world), Path(folder), model=TwoTables(config) if two_tables else None)
     with reports_of(world) as reports:
         trainer.fit()
@@ -61,6 +69,17 @@ def test_training_in_fp64_gives_the_losses_of_the_cpu(
 ) -> None:
     on_cpu = groups[2].run(trained, str(log), str(tmp_path / "cpu"), "fp64", "c10d", 6)[0][0]
     for rank, (losses, reports) in enumerate(gpus.run(trained, str(log), str(tmp_path / "gpu"), "fp64", deferred, 6)):
+        assert reports == []
+        assert rank or losses == pytest.approx(on_cpu, rel=1e-10)
+
+
+@pytest.mark.whole
+def test_replicated_rows_give_the_losses_of_the_cpu(
+    gpus: Ranks, groups: dict[int, Ranks], log: Path, tmp_path: Path
+) -> None:
+    words = "fp64", "c10d", 6, True, 15
+    on_cpu = groups[2].run(trained, str(log), str(tmp_path / "cpu"), *words)[0][0]
+    for rank, (losses, reports) in enumerate(gpus.run(trained, str(log), str(tmp_path / "gpu"), *words)):
         assert reports == []
         assert rank or losses == pytest.approx(on_cpu, rel=1e-10)
 

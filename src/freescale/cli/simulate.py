@@ -120,6 +120,11 @@ def _build_scenario(options: SimulateOptions) -> tuple[Scenario, list[str]]:
     )
     if model.widths > 1 or len(model.tables) > 1:
         basis.append(f"{len(model.tables)} tables of {model.widths} widths, with the ids of a part of the data.")
+    if (rows := config.tables.replicated_rows) == "auto":
+        basis.append("tables.replicated_rows = auto depends on the hosts of a run: no rows are replicated here.")
+    elif rows:
+        model = model.replicate(rows)
+        basis.append(f"The {rows:,} most popular rows of every table are on every rank.")
     if options.two_level:
         basis.append("Hosts request each row once, and each pair of them exchanges one message per width of tables.")
     known: dict[str, Any] = {"rules": config.balance, "two_level": options.two_level, "sample": sample}

@@ -18,6 +18,7 @@ _NEUTRAL = {
     "tables.overlap",
     "tables.exchange",
     "tables.owners",
+    "tables.replicated_rows",
     "train.on_fault",
     "train.micro_batches",
     "train.log_every",

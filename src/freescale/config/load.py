@@ -13,7 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from freescale.config.recipes import RECIPES
 from freescale.config.schema import RunConfig
@@ -144,6 +144,9 @@ class _TomlReader:
             if not isinstance(value, dict):
                 raise self._mistyped(path, value, "tables")
             return {name: self._value(get_args(kind)[1], part, (*path, name)) for name, part in value.items()}
+        if get_origin(kind) is Union:  # a type, or one of a few words
+            plain, words = get_args(kind)
+            return self._value(words if isinstance(value, str) else plain, value, path)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 what = f"{'.'.join(path)} = {value!r} is not one of its values"
@@ -206,6 +209,8 @@ def type_name(kind: Any) -> str:
     """Name of a schema type in TOML terms."""
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}s"
+    if get_origin(kind) is Union:
+        return " or ".join(map(type_name, get_args(kind)))
     if get_origin(kind) is Literal:
         return "string"
     return {int: "integer", float: "float", str: "string", bool: "boolean"}[kind]

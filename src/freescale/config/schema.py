@@ -166,10 +166,18 @@ class TablesConfig:
     """flat: ranks exchange rows with all other ranks. two_level: each row is requested once per host and its gradients
     are added there, and each pair of hosts exchanges one message. auto: where several ranks share a host, the first
     steps are run both ways, and the faster one is selected. The result is the same."""
+    replicated_rows: int | Literal["auto"] = 0
+    """How many of the first rows of each sharded table every rank has a copy of: the most popular ones, if ids are
+    numbered by popularity. They are not exchanged; their gradients are all-reduced. auto: as many as send fewer bytes
+    between hosts so, by the counts of the vocabulary. The result is the same up to rounding."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "init"):
             require(getattr(self, name) > 0, f"tables.{name}", getattr(self, name), "above 0")
+        rows = self.replicated_rows
+        require(rows == "auto" or rows >= 0, "tables.replicated_rows", rows, '0 or more, or "auto"')
+        fits = rows == 0 or self.placement == "sharded"
+        require(fits, "tables.replicated_rows", rows, '0 with tables.placement = "replicated", which has all rows so')
 
 
 TransportName = Literal["auto", "c10d", "host_staged", "shared_memory", "copy_engine"]
@@ -314,6 +322,9 @@ class RunConfig:
         for name, feature in self.features.items():
             feature.check(name, self)
         self._check_shared_tables()
+        rule = f"0 with the dynamic ids of {', '.join(self.dynamic_tables)}: their rows are not in order of popularity"
+        valid = self.tables.replicated_rows == 0 or not self.dynamic_tables
+        require(valid, "tables.replicated_rows", self.tables.replicated_rows, rule)
 
     @property
     def dynamic_tables(self) -> dict[str, FeatureConfig]:

@@ -178,14 +178,24 @@ class EmbeddingExchange:
         shift = [key - firsts.get(table.name, 0) for key, table in zip(first_keys, tables, strict=True)]
         self._shift = [0 if table.layout else value for value, table in zip(shift, tables, strict=True)]
 
-    def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False, time: int = 0) -> AllToAllPlan:
+    def send_ids(
+        self,
+        requested: Mapping[str, UniqueIds],
+        *,
+        replicated: Mapping[str, int] | None = None,
+        exhausted: bool = False,
+        time: int = 0,
+    ) -> AllToAllPlan:
         """Request rows of their owners, and receive the requests of other ranks.
 
-        `exhausted`: this rank has no batch. It requests nothing; the flag is exchanged with the counts. `time`: the
-        latest event of this rank's batch. Dynamic ids come instead of rows: see `embedding.dynamic_tables`.
+        `replicated`: how many of the first ids of a table are not requested. `exhausted`: this rank has no batch. It
+        requests nothing; the flag is exchanged with the counts. `time`: the latest event of this rank's batch. Dynamic
+        ids come instead of rows: see `embedding.dynamic_tables`.
         """
         names = [table.name for table in self._tables]
-        sorted_ids = self._keys.sort([requested[name].unique for name in names])
+        left_out = [(replicated or {}).get(name, 0) for name in names]
+        sent_ids = [requested[name].unique[count:] for name, count in zip(names, left_out, strict=True)]
+        sorted_ids = self._keys.sort(sent_ids)
         keys, places = sorted_ids.sent, sorted_ids.places
         counts, received = self._send_counts(self._keys.count(sorted_ids.keys), exhausted=exhausted, time=time)
         if ended := tuple(rank for rank, (*_, flag, _) in enumerate(received) if flag):
@@ -196,8 +206,12 @@ class EmbeddingExchange:
         keys = self._start_transfer(by_table, counts, served, most=sum(largest), name="ids")()
         rows = keys - spread(self._shift, _by_table_sizes(served), keys.device)
         first_places = self._keys.first_places([len(requested[name].unique) for name in names])
-        numbers = rows, places, keys, largest, first_places
         ascending, ids = self._keys.is_ascending, keys if any(table.layout for table in self._tables) else None
+        if replicated:  # places are those among all unique ids
+            sizes, ascending = [len(of_table) for of_table in sent_ids], False
+            triples = zip(first_places, left_out, self._keys.first_places(sizes), strict=True)
+            places = places + spread([first + count - sent for first, count, sent in triples], sizes, places.device)
+        numbers = rows, places, keys, largest, first_places
         return AllToAllPlan(names, counts, served, *numbers, is_ascending=ascending, latest=latest, ids=ids)
 
     def _send_counts(self, counts: Tensor, *, exhausted: bool, time: int) -> tuple[Counts, Counts]:

@@ -9,7 +9,7 @@ bitwise that of the serial step.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class EmbeddingContext:
 
     unique_ids: Mapping[str, UniqueIds] = field(default_factory=dict)
     """The unique ids of the batch, per table."""
+    replicated: Mapping[str, int] = field(default_factory=dict)
+    """How many of the first ones have a replicated row, for tables with such rows."""
     previous: "EmbeddingContext | None" = None
     """The previous batch, until the shared rows are known."""
     lr: Mapping[str, float] = field(default_factory=dict)
@@ -57,6 +59,8 @@ class EmbeddingContext:
     """Received rows, which accumulate gradients."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of local rows, from all ranks."""
+    replicated_grads: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of all replicated rows, from all ranks."""
     deferred_grads: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of local rows that were overlapped with the next step."""
     skip_update: bool = False
@@ -75,6 +79,11 @@ class EmbeddingContext:
             name: one._replace(inverse=self.merged[name][one.inverse]) if name in self.merged else one
             for name, one in ids.items()
         }
+
+    @property
+    def replicated_ids(self) -> dict[str, Tensor]:
+        """The ids of the batch with a replicated row: ids ascend, so these are the first ones of a table."""
+        return {name: self.unique_ids[name].unique[:count] for name, count in self.replicated.items()}
 
     @property
     def served_rows(self) -> int:
@@ -106,9 +115,12 @@ class RowOperations:
         self._tables = tables
 
     def send_ids(self, context: EmbeddingContext, lane: str) -> None:
-        """Request rows of their owners."""
+        """Request rows of their owners. Replicated rows are not requested."""
         exchange = self._tables.exchanges[lane]
-        context.plan = exchange.send_ids(context.unique_ids, exhausted=context.exhausted, time=context.time)
+        if self._tables.replicated is not None:
+            context.replicated = self._tables.replicated.count(context.unique_ids)
+        options: dict[str, Any] = {"exhausted": context.exhausted, "time": context.time}
+        context.plan = exchange.send_ids(context.unique_ids, replicated=context.replicated, **options)
 
     def assign_slots(self, context: EmbeddingContext, _: str) -> None:
         """Give rows to new dynamic ids. The previous batch may have sampled these rows: it no longer updates them."""
@@ -132,7 +144,29 @@ class RowOperations:
         """Send rows to the ranks that requested them. The received rows accumulate gradients."""
         plan = require(context.plan)
         got = self._tables.exchanges[lane].send_rows(plan, _take(context.looked_up_rows)).wait()
-        context.rows = plan.in_order_of_ids(got)
+        if self._tables.replicated is None:
+            context.rows = plan.in_order_of_ids(got)
+            return
+        context.rows = self._tables.allocate_rows(context.unique_ids)
+        plan.scatter(got, context.rows)
+
+    def read_replicated(self, context: EmbeddingContext, _: str) -> None:
+        """Copy the replicated rows of the batch, which have the updates of the previous one."""
+        require(self._tables.replicated).read(context.replicated_ids, require(context.rows))
+
+    def reduce_replicated(self, context: EmbeddingContext, _: str) -> Callable[[], None]:
+        """Start to sum the gradients of replicated rows over all ranks."""
+        replicated = require(self._tables.replicated)
+        finish = replicated.sum_gradients(context.replicated_ids, context.row_gradients)
+        return lambda: context.replicated_grads.update(finish())
+
+    def update_replicated(self, context: EmbeddingContext, _: str) -> None:
+        """Update the replicated rows, alike on all ranks."""
+        gradients = _take(context.replicated_grads)
+        if context.usable is not None:
+            torch._foreach_mul_([*gradients.values()], context.usable)
+        if not context.skip_update:
+            require(self._tables.replicated).update(gradients, lr=context.lr)
 
     def send_gradients(self, context: EmbeddingContext, lane: str) -> None:
         """Send row gradients to the owners."""

@@ -7,7 +7,7 @@ shard in `fused`.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -27,6 +27,9 @@ from freescale.transport.base import Transport
 from freescale.transport.host_layout import HostLayout
 from freescale.transport.two_level import TwoLevelTransport
 from freescale.transport.world import World
+
+if TYPE_CHECKING:
+    from freescale.embedding.replicated_rows import ReplicatedRows
 
 _BLOCK_ROWS = 1 << 16
 _SUM = ".sum"
@@ -184,6 +187,8 @@ class ShardedTables:
     ) -> None:
         """`layout`: gradients are added per host first. Without it they are added rank by rank."""
         self.tables, self.shard, self.dynamic, self.layout = list(tables), shard, dynamic, layout
+        self.replicated: ReplicatedRows | None = None
+        """The rows that every rank has, too, while it trains."""
         self.exchanges: dict[str, EmbeddingExchange | TwoLevelExchange] = {}
         self.add_lane("urgent", transport)
         state = shard.state()

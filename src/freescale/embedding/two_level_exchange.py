@@ -30,9 +30,16 @@ class TwoLevelExchange:
         by_width = [transport.rotated(turn) for turn in range(len(by_dim(tables)))]
         self._far = EmbeddingExchange(tables, transport, first_rows=first_rows, by_width=by_width)
 
-    def send_ids(self, requested: Mapping[str, UniqueIds], *, exhausted: bool = False, time: int = 0) -> AllToAllPlan:
+    def send_ids(
+        self,
+        requested: Mapping[str, UniqueIds],
+        *,
+        replicated: Mapping[str, int] | None = None,
+        exhausted: bool = False,
+        time: int = 0,
+    ) -> AllToAllPlan:
         """Request rows of their owners, and receive the requests of other hosts: see `EmbeddingExchange`."""
-        near = self._near.send_ids(requested, exhausted=exhausted, time=time)
+        near = self._near.send_ids(requested, replicated=replicated, exhausted=exhausted, time=time)
         if near.exhausted:  # this host requests nothing, and a rank of it tells the others
             return self._far.send_ids({t.name: _no_ids(requested) for t in self._tables}, exhausted=exhausted)
         merged = merge(self._tables, near)

@@ -20,6 +20,7 @@ _MEMBERS: dict[RowSet, tuple[tuple[int, bool], ...]] = {
     "deferred": ((1, False),),
     "assigned": ((-1, False), (-2, False), (-3, False)),
     "evicted": ((-1, True),),
+    "replicated": (),
 }
 """For each row set: the offsets of other batches, and whether the rows are in them."""
 
@@ -127,7 +128,9 @@ def _phase(rows: RowSet, *, writes: bool) -> int:
 
 
 def _may_share(batch: int, rows: RowSet, other: int, others: RowSet) -> bool:
-    """Return whether a row can be in both sets: they agree about every batch."""
+    """Return whether a row can be in both sets: they agree about every batch. Replicated rows are in no other set."""
+    if (rows == "replicated") != (others == "replicated"):
+        return False
     claims: dict[int, bool] = {}
     for number, kind in ((batch, rows), (other, others)):
         others_of_kind = ((number + away, member) for away, member in _MEMBERS[kind])

@@ -12,12 +12,13 @@ from typing import Literal
 
 from freescale.bubbles.events import CAUSES
 
-Lane = Literal["host", "compute", "urgent", "deferred"]
-"""Two lanes carry traffic: compute waits for urgent transfers; deferred ones overlap with compute and yield."""
-RowSet = Literal["collision", "exclusive", "urgent", "deferred", "assigned", "evicted"]
+Lane = Literal["host", "compute", "urgent", "dense", "deferred"]
+"""Three lanes carry traffic: compute waits for urgent transfers; all-reduces of dense gradients, which include those of
+replicated rows, run beside these; deferred transfers overlap with compute and yield."""
+RowSet = Literal["collision", "exclusive", "urgent", "deferred", "assigned", "evicted", "replicated"]
 """Rows of a batch: also in the previous batch, or not; also in the next batch, or not; newly assigned to dynamic ids,
 which no batch of the last three steps has; newly assigned to them although the previous batch has sampled them as
-negatives: it then leaves them out of its update."""
+negatives: it then leaves them out of its update; those that every rank has, in no other set."""
 Dependency = str | tuple[str, int]
 """An operation of the same batch, or of one so many batches later: ("update_deferred", -2)."""
 
@@ -37,7 +38,7 @@ class Operation:
     batch: int = 0
     """The batch that it works on: 0 is the one computed in this step, 1 the next."""
     reads: tuple[RowSet, ...] = ()
-    """Rows that it reads on their owner."""
+    """Rows that it reads on their owner, or, if they are replicated, on every rank."""
     writes: tuple[RowSet, ...] = ()
     """Rows that it updates there."""
     fills: str = ""
@@ -81,12 +82,18 @@ class Schedule:
 
 
 def serial(
-    *, sharded: bool, agrees: bool = True, assigns: bool = False, samples: bool = False, micro_batches: int = 1
+    *,
+    sharded: bool,
+    agrees: bool = True,
+    assigns: bool = False,
+    samples: bool = False,
+    replicates: bool = False,
+    micro_batches: int = 1,
 ) -> Schedule:
     """Build the schedule without overlap. Without sharded tables there are no rows to move.
 
     `agrees`: whether the ranks exchange the loss terms of a batch. `assigns`: whether some ids are dynamic. `samples`:
-    whether some of their slots are negatives.
+    whether some of their slots are negatives. `replicates`: whether popular rows are on every rank.
     """
     agree = (Operation("agree", "urgent", "other traffic", ("prepare",)),) if agrees else ()
     assign = _assign_slots("compute", "urgent", samples=samples, batch=0) if assigns else ()
@@ -100,6 +107,7 @@ def serial(
     ready_rows = (*(o.key for o in (*agree, *assign)), "send_rows" if sharded else "prepare")
     compute = _compute(micro_batches, ready_rows, samples=samples)
     last = compute[-1].key
+    read, reduce, update = _replicate(last, ("send_rows",)) if replicates else ((), (), ())
     both: tuple[RowSet, ...] = ("urgent", "deferred")
     gradients = (
         Operation("send_gradients", "urgent", "row gradients", (last,), uses=("ids", "gradients")),
@@ -107,29 +115,36 @@ def serial(
     )
     prepare = Operation("prepare", "host", "host", (("update_dense", -1),))
     dense = Operation("update_dense", "compute", "optimizer", (last,))
-    moved = (*agree, *rows, *compute, *gradients) if sharded else (*agree, *compute)
-    return Schedule((prepare, *moved, dense), {"ids": 1, "slots": 1, "rows": 1, "gradients": 1})
+    on_rows = (*rows, *read, *compute, *reduce, *gradients, *update)
+    moved = (*agree, *on_rows) if sharded else (*agree, *compute)
+    return Schedule((prepare, *moved, dense), {"ids": 1, "slots": 1, "rows": 1, "gradients": 1, "sums": 1})
 
 
 def overlapped(
-    *, agrees: bool = True, assigns: bool = False, samples: bool = False, micro_batches: int = 1
+    *,
+    agrees: bool = True,
+    assigns: bool = False,
+    samples: bool = False,
+    replicates: bool = False,
+    micro_batches: int = 1,
 ) -> Schedule:
     """Build the schedule of prioritized embedding communication (PEC).
 
     A step waits only for rows that two consecutive batches share; all others overlap with compute. Rows of the next
     batch that this one does not update are read and sent while this one is computed, once the deferred updates of the
     previous batch are applied. Gradients of rows that the next batch reads go first. The others follow during the next
-    step, and nothing is packed for them while compute waits for shared rows. `agrees`, `assigns`, `samples`: as in
-    `serial`.
+    step, and nothing is packed for them while compute waits for shared rows. `agrees`, `assigns`, `samples`,
+    `replicates`: as in `serial`.
     """
     agree = (Operation("agree", "deferred", "other traffic", ("prepare",), batch=1),) if agrees else ()
     assign = _assign_slots("deferred", "deferred", samples=samples, batch=1) if assigns else ()
-    ready = (*(o.key for o in (*agree, *assign)), "send_exclusive_rows", "send_collision_rows")
-    compute = _compute(micro_batches, ready, samples=samples)
+    got = "send_exclusive_rows", "send_collision_rows"
+    compute = _compute(micro_batches, (*(o.key for o in (*agree, *assign)), *got), samples=samples)
     last, ids, divided, gradients = compute[-1].key, ("ids",), ("ids", "split"), ("ids", "gradients")
+    read, reduce, update = _replicate(last, got) if replicates else ((), (), ())
     exclusive_updated: tuple[Dependency, ...] = ("send_split", ("update_deferred", -2))
     collision_updated: tuple[Dependency, ...] = ("send_split", ("update_urgent", -1))
-    collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1))
+    collision_sent: tuple[Dependency, ...] = (last, ("send_collision_rows", 1), *(o.key for o in reduce))
     of_next = (
         Operation("send_ids", "deferred", "ids", ("prepare",), batch=1, fills="ids"),
         *assign,
@@ -156,8 +171,8 @@ def overlapped(
     )
     prepare = Operation("prepare", "deferred", "host", batch=1)
     dense = Operation("update_dense", "compute", "optimizer", (last,))
-    operations = (prepare, *agree, *of_next, *compute, *shared, dense, *others)
-    return Schedule(operations, {"ids": 2, "slots": 2, "split": 2, "rows": 2, "gradients": 2})
+    operations = (prepare, *agree, *of_next, *read, *compute, *reduce, *shared, *update, dense, *others)
+    return Schedule(operations, {"ids": 2, "slots": 2, "split": 2, "rows": 2, "gradients": 2, "sums": 1})
 
 
 def _assign_slots(lane: Lane, sent_on: Lane, *, samples: bool, batch: int) -> tuple[Operation, ...]:
@@ -179,6 +194,20 @@ def _assign_slots(lane: Lane, sent_on: Lane, *, samples: bool, batch: int) -> tu
             changes="identities",
         ),
         *((send,) if samples else ()),
+    )
+
+
+def _replicate(last: str, got: tuple[str, ...]) -> tuple[tuple[Operation, ...], ...]:
+    """Return the operations on replicated rows, by their place: before compute, after it, and before the dense update.
+
+    `last`: the last backward pass. `got`: what receives the other rows. The sum is issued before any other transfer
+    that follows compute, so that all ranks issue it in the same order.
+    """
+    rows: tuple[RowSet, ...] = ("replicated",)
+    return (
+        (Operation("read_replicated", "compute", "forward", got, reads=rows, fills="rows", uses=("ids",)),),
+        (Operation("reduce_replicated", "dense", "row gradients", (last,), fills="sums", uses=("ids", "gradients")),),
+        (Operation("update_replicated", "compute", "optimizer", ("reduce_replicated",), writes=rows, uses=("sums",)),),
     )
 
 

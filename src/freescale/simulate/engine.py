@@ -100,7 +100,7 @@ class Engine:
             if 0 <= number < len(self._loads):
                 following, key = operations[place + 1 :], (operation.key, number)
                 awaited = any(key in _scheduled_dependencies(later, step) for later in following)
-                nonblocking = thread == "main" and operation.lane == "urgent" and not awaited
+                nonblocking = thread == "main" and operation.lane in ("urgent", "dense") and not awaited
                 lane = self._lanes.setdefault(thread, deque())
                 issued_after = self._last_issued if thread == "deferred" else None
                 lane.append(_IssuedOperation(operation, number, step, thread, nonblocking, issued_after))
@@ -227,9 +227,9 @@ class Engine:
             dependencies.append((self._input_operations[-1].key, issued.number))
             if issued.number >= _PREFETCHED_STEPS:
                 dependencies.append((self._schedule[-1].key, issued.number - _PREFETCHED_STEPS))
-        if issued.operation.lane == "urgent":  # a lane runs one operation at a time
+        if (lane := issued.operation.lane) in ("urgent", "dense"):  # a lane runs one operation at a time
             active = (entry[0] for entry in self._active.values() if entry is not None)
-            dependencies += [operation.key for operation in active if operation.nonblocking]
+            dependencies += [other.key for other in active if other.nonblocking and other.operation.lane == lane]
         return dependencies
 
     def _thread(self, operation: Operation) -> str:

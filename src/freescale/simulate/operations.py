@@ -149,6 +149,8 @@ _COMPUTED: dict[str, Callable[[DeviceModel, ModelCost, StepLoad], Floats]] = {
     "update_rows": lambda d, _, load: d.update * _served(load),
     "update_urgent": lambda d, _, load: d.update * _served(load) * _requests(load).collisions,
     "update_deferred": lambda d, _, load: d.update * _served(load) * (1 - _requests(load).collisions),
+    "read_replicated": lambda d, model, load: d.row * model.replicated_rows + 0 * load.work,  # at most
+    "update_replicated": lambda d, model, load: d.update * model.replicated_rows + 0 * load.work,
     "update_dense": lambda d, _, load: d.dense + 0 * load.work,
 }
 """Seconds of every rank."""
@@ -214,6 +216,9 @@ class OperationCosts:
         no_bytes = np.zeros(self.world_size)
         if name == "agree":
             return self._topology.all_reduce(3 * _ID_BYTES), no_bytes  # count, stop, partially applied
+        if name == "reduce_replicated":
+            size = self._model.replicated_bytes
+            return self._topology.all_reduce(size), no_bytes + size
         if name == "gather_lengths":
             return self._gather_lengths(load), no_bytes
         if name == "move_samples":

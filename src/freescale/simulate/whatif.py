@@ -148,7 +148,7 @@ def _simulate(
     rate = samples / len(loads) / (summary.step_ms / 1e3)
     sample_bytes = SAMPLE_BYTES * samples + scenario.model.token_bytes * events
     bands = band(lambda result: result.step_ms), band(lambda result: result.bubble_percent)
-    collisions, moved_share = float(shared / rows), float(moved / sample_bytes)
+    collisions, moved_share = float(shared / max(1.0, rows)), float(moved / sample_bytes)
     return SimulationResult(world_size, techniques, summary, float(rate), *bands, collisions, moved_share)
 
 
@@ -162,8 +162,8 @@ def simulate_steps(
 ) -> Summary:
     """Simulate steps on one cluster."""
     model, overlaps = scenario.model, techniques.priority and scenario.model.sharded and world_size > 1
-    parts = model.micro_batches
-    schedule = overlapped(micro_batches=parts) if overlaps else serial(sharded=model.sharded, micro_batches=parts)
+    known: dict[str, Any] = {"micro_batches": model.micro_batches, "replicates": model.replicated_rows > 0}
+    schedule = overlapped(**known) if overlaps else serial(sharded=model.sharded, **known)
     device, sm_free = scenario.device(cluster), techniques.sm_free and cluster.asynchronous
     costs = OperationCosts(cluster, device, model, world_size=world_size, sm_free=sm_free, rng=rng)
     return summarize(Engine(schedule, costs, loads, balanced=techniques.balance and world_size > 1).run())

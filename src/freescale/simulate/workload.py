@@ -4,9 +4,9 @@ A few steps are planned; the others repeat them with permuted ranks.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.ma  # the first np.unique would import it during the timed planning
@@ -16,96 +16,13 @@ from freescale.balance.placement import Floats, Ints
 from freescale.balance.planner import Planner
 from freescale.balance.rank_groups import RankGroups, give_between_groups, tolerance_between, tolerance_inside
 from freescale.config import BalanceConfig, RunConfig
-from freescale.data.dataset import DatasetStats, ValueCounts
-from freescale.embedding.row_order import Owners, RowOrder, bit_reversal
+from freescale.data.dataset import DatasetStats
 from freescale.overlap.schedule import bucket_bytes
-from freescale.simulate.lookups import DataSample
+from freescale.simulate.lookups import DataSample, Popularity, RowModel, RowOwners
 
 SAMPLE_BYTES = 24  # of a sample: its id and its lengths
 EVENT_BYTES = 16  # of an event: its item and its time
 _ID_BYTES = 8
-_POINTS = 96
-
-
-class RowModel(Protocol):
-    """Predicts the rows that events need."""
-
-    def rows(self, events: Floats) -> Floats:
-        """Return the distinct rows of this many events of a rank."""
-
-    def shared(self, events: Floats, before: float) -> Floats:
-        """Return how many of those rows the `before` events of the previous step need too."""
-
-
-class Popularity:
-    """A `RowModel` of independent events: groups of equally popular items, and the share of events of each item.
-
-    `drawn`: rows that are looked up at random for every event (negatives).
-    """
-
-    def __init__(self, items: Floats, share: Floats, *, drawn: int = 0) -> None:
-        self._items, self._share = items, share
-        self._at_random = drawn / max(1.0, float(items.sum()))
-
-    @staticmethod
-    def from_counts(counts: Ints, *, drawn: int = 0) -> "Popularity":
-        """Build from the number of occurrences of each item of a log."""
-        occurrences, items = np.unique(counts, return_counts=True)
-        return Popularity(items.astype(np.float64), occurrences / max(1, counts.sum()), drawn=drawn)
-
-    def rows(self, events: Floats) -> Floats:
-        """Return the expected number of distinct rows of these events."""
-        return self._interpolate(events, lambda n: float(self._items @ self._touched(n)))
-
-    def shared(self, events: Floats, before: float) -> Floats:
-        """Return how many of those rows the `before` events of the previous step are expected to need too."""
-        touched_before = self._items * self._touched(before)
-        return self._interpolate(events, lambda n: float(touched_before @ self._touched(n)))
-
-    def _touched(self, events: float) -> Floats:
-        """Return the probability that some of these events need an item, for each group."""
-        return -np.expm1(events * (np.log1p(-np.minimum(self._share, 1 - 1e-12)) - self._at_random))
-
-    def _interpolate(self, events: Floats, function: Callable[[float], float]) -> Floats:
-        """Evaluate at a few points and interpolate linearly on a logarithmic scale."""
-        points = np.geomspace(1.0, max(2.0, float(events.max(initial=1.0))), _POINTS)
-        values = np.array([function(point) for point in points])
-        return np.interp(np.log(np.maximum(events, 1.0)), np.log(points), values) * (events > 0)
-
-
-@dataclass(frozen=True)
-class RowOwners:
-    """Predicts how many rows each owner serves, from the items of a log."""
-
-    position: Floats
-    """Position of each item in the order of rows, as a share of all positions."""
-    share: Floats
-    """Share of the events of each item."""
-    drawn: float = 0.0
-    """Rows of each item that are looked up at random, per event."""
-    others: RowModel | None = None
-    """Further items, so many and so rare that all owners have equally many of their rows."""
-
-    @staticmethod
-    def from_counts(items: ValueCounts, owners: Owners, *, drawn: int = 0) -> "RowOwners":
-        """Build from the items of a log, or the ids of a table, and the rule that assigns their rows to owners."""
-        order = RowOrder.of(int(items.values.max(initial=0)) + 1, owners)
-        position = order.position(items.values, bit_reversal(order.shards))
-        return RowOwners(position / order.positions, items.counts / max(1, items.counts.sum()), drawn / order.rows)
-
-    def served(self, events: Floats, owners: int, rng: np.random.Generator) -> Floats:
-        """Draw the rows that each owner serves over the mean of all, if those who request rows have so many events.
-
-        They request items independently, so the sum of an owner is nearly normal.
-        """
-        requests, owner = len(events), (self.position * owners).astype(np.int64)
-        absent = np.exp(float(events.mean()) * (np.log1p(-np.minimum(self.share, 1 - 1e-12)) - self.drawn))
-        mean = requests * np.bincount(owner, 1 - absent, minlength=owners)
-        deviation = np.sqrt(requests * np.bincount(owner, absent * (1 - absent), minlength=owners))
-        rows = np.maximum(0.0, rng.normal(mean, deviation))
-        if self.others is not None:
-            rows += requests / owners * float(self.others.rows(np.array([events.mean()]))[0])
-        return rows / max(float(rows.mean()), 1e-300)
 
 
 @dataclass(frozen=True)
@@ -121,6 +38,15 @@ class TableCost:
     """Ids per event or candidate, from which `popularity` follows: without what is drawn at random."""
     owners: RowOwners | None = None
     """None: all owners serve equally many rows."""
+    replicated: int = 0
+    """The rows that are on every rank; the others are those of `popularity` and `owners`."""
+
+    def replicate(self, rows: int) -> "TableCost":
+        """Return the cost with the most popular rows on every rank."""
+        assert isinstance(self.popularity, Popularity), "the popularity of every row is known"
+        owners = None if self.owners is None else self.owners.without(rows)
+        least = int(min(rows, self.popularity.items))
+        return replace(self, popularity=self.popularity.without(rows), owners=owners, replicated=least)
 
 
 @dataclass(frozen=True)
@@ -178,6 +104,20 @@ class ModelCost:
             sharded=sharded,
             anchored=config.task.anchors != "none",
         )
+
+    def replicate(self, rows: int) -> "ModelCost":
+        """Return the cost with the most popular rows of every table on every rank."""
+        return replace(self, tables=tuple(table.replicate(rows) for table in self.tables))
+
+    @property
+    def replicated_rows(self) -> int:
+        """The rows of all tables that are on every rank."""
+        return sum(table.replicated for table in self.tables)
+
+    @property
+    def replicated_bytes(self) -> float:
+        """Gradients of these rows that are all-reduced."""
+        return 4.0 * sum(table.replicated * table.dim for table in self.tables)
 
     @property
     def widths(self) -> int:

@@ -34,6 +34,7 @@ from freescale.config import RunConfig
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import RAW_IDS
 from freescale.embedding.prioritized import EmbeddingMemory
+from freescale.embedding.sharded import ShardedTables
 from freescale.embedding.tables import Table
 from freescale.errors import INTERRUPTED, NOTHING_NEW, DataError, UsageError
 from freescale.log import info_once, warning_once
@@ -53,6 +54,7 @@ from freescale.train.sharded_model import (
     build_optimizer,
     build_sharded_model,
     data_parallel,
+    replicate_rows,
 )
 from freescale.train.step import Step
 from freescale.train.step_autotuner import StepAutotuner
@@ -143,7 +145,9 @@ def build(
         transport.add_tracer(profiler.recorder.begin_transfer)
     parallel = data_parallel(sharded.module, world, profiler.recorder)
     optimizer = build_optimizer(config, sharded.module.parameters())
-    schedules = _build_schedules(config)
+    events = events_per_rank(config, world, loader)
+    replicated = replicate_rows(config, world, sharded.tables, transports.layout, events=events)
+    schedules = _build_schedules(config, sharded.tables)
     schedule = schedules[transports.deferred is not None]
     cost = _build_cost(config, model)
     step = Step(parallel, sharded.tables, optimizer, schedule, world, profiler.recorder, transports, config.train, cost)
@@ -171,7 +175,7 @@ def build(
     sinks = opened.open(folder, config, steps=steps)
     metrics = MetricsLogger(folder, is_rank_zero=world.is_rank_zero, steps=steps, sinks=sinks, quiet=quiet)
     overlap = [] if transports.deferred is None else _describe_overlap(config, world, loader, sharded)
-    for line in [*sharded.plan, *transports.reasons, *overlap, *_describe_snapshot(world, sharded)]:
+    for line in [*sharded.plan, *replicated, *transports.reasons, *overlap, *_describe_snapshot(world, sharded)]:
         metrics.print_line(line)
     return Trainer(components, folder, metrics)
 
@@ -243,15 +247,15 @@ def _settings(config: RunConfig, transports: TransportSelection) -> list[Setting
     return settings
 
 
-def _build_schedules(config: RunConfig) -> dict[bool, Schedule]:
+def _build_schedules(config: RunConfig, tables: ShardedTables | None) -> dict[bool, Schedule]:
     """Return the schedules of a step without and with overlap, checked for hazards."""
+    replicates = tables is not None and tables.replicated is not None
     parts, sharded = config.train.micro_batches, config.tables.placement == "sharded"
     assigns = bool(config.dynamic_tables)
-    samples = config.samples_slots
-    without = require_safe(serial(sharded=sharded, assigns=assigns, samples=samples, micro_batches=parts))
+    options: dict[str, Any] = {"assigns": assigns, "samples": config.samples_slots, "replicates": replicates}
     return {
-        False: without,
-        True: require_safe(overlapped(assigns=assigns, samples=samples, micro_batches=parts)),
+        False: require_safe(serial(sharded=sharded, micro_batches=parts, **options)),
+        True: require_safe(overlapped(micro_batches=parts, **options)),
     }
 
 

@@ -192,6 +192,9 @@ class CheckpointManager:
             status = _LOADED if error is None else _DAMAGED if isinstance(error, DamagedError) else _MISMATCH
             worst = transport.max(status, name="loading")
             if worst == _LOADED:
+                tables = self._components.tables
+                if tables is not None and tables.replicated is not None:
+                    tables.replicated.gather()
                 self.continue_from_here(f"resumed from {newest} at step {self._progress.done}")
                 return
             if worst == _MISMATCH:

@@ -1,12 +1,19 @@
-"""A model with its tables over all ranks: the module that DDP replicates, and the embedding tables that are sharded."""
+"""A model with its tables over all ranks: the module that DDP replicates, and the embedding tables that are sharded.
+
+The most popular rows of sharded tables may be on every rank: `replicate_rows`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,19 +21,25 @@ from freescale.bubbles.recorder import Recorder, record_comm_hook
 from freescale.config import RunConfig
 from freescale.data.feature_schema import Feature, measure_numbers
 from freescale.data.loader import Loader
+from freescale.data.vocabulary import VOCABULARY_FILE, feature_vocabulary_file
 from freescale.embedding.ids import UniqueIds, deduplicate_tables
+from freescale.embedding.replicated_rows import ReplicatedRows, Replication, Requesters, choose_replicated
 from freescale.embedding.sharded import ShardedTables, describe_replicated_tables, describe_sharded_tables, shard_tables
 from freescale.embedding.tables import ReplicatedTables, Table, by_dim
 from freescale.embedding.zero_collision_layout import BucketLayout
+from freescale.errors import DataError, reason
 from freescale.models.protocol import Model, Rows
 from freescale.models.ranking import Ranking
 from freescale.models.retrieval import Retrieval
 from freescale.overlap.schedule import bucket_bytes
+from freescale.storage import StorageFolder
 from freescale.transport.base import Transport
 from freescale.transport.c10d import C10d
 from freescale.transport.host_layout import HostLayout
 from freescale.transport.world import World
 
+Ints = NDArray[np.int64]
+_AUTO = "tables.replicated_rows = auto"
 _MODELS: dict[str, Callable[..., Model]] = {"retrieval": Retrieval, "ranking": Ranking}
 
 
@@ -145,6 +158,83 @@ def model_tables(config: RunConfig, model: Model, buckets: Mapping[str, int] | N
         sampled = name == "item" and config.samples_slots
         found.append(Table(name, layout.rows if layout else rows, dim, config.tables.owners, layout, sampled))
     return [table for group in by_dim(found) for table in group]
+
+
+def replicate_rows(
+    config: RunConfig, world: World, tables: ShardedTables | None, layout: HostLayout | None, *, events: float
+) -> list[str]:
+    """Give every rank a copy of the rows that the config replicates; return them as human-readable lines. Collective.
+
+    `events`: of an average batch on one rank. `layout`: the hosts; None if no rows move.
+    """
+    rows = config.tables.replicated_rows
+    if tables is None or rows == 0:
+        return []
+    counts, lines = {table.name: int(rows) for table in tables.tables} if rows != "auto" else {}, list[str]()
+    if rows == "auto":
+        requesters, why_not = _requesters(config, layout, events)
+        if requesters is None:
+            return [f"{_AUTO}: no rows are replicated, since {why_not}"]
+        used = {table.name for table in tables.tables}
+        for name, of_rows in [(name, of_rows) for name, of_rows in table_counts(config).items() if name in used]:
+            samples = name == "item" and config.task.kind == "retrieval"
+            drawn = config.task.negatives / max(1, len(of_rows)) if samples else 0.0
+            chosen = choose_replicated(of_rows / max(1, int(of_rows.sum())), requesters, drawn=drawn)
+            counts[name] = chosen.rows
+            lines.append(_describe(name, chosen))
+        lines = lines or [f"{_AUTO}: no rows are replicated, since the data has no vocabulary with counts"]
+    if not any(counts.values()):
+        return lines
+    tables.replicated = ReplicatedRows(tables, counts, config.tables, world.transport)
+    return [*lines, *tables.replicated.describe()]
+
+
+def _requesters(config: RunConfig, layout: HostLayout | None, events: float) -> tuple[Requesters | None, str]:
+    """Return who requests rows of other hosts, or why replication would not save bytes between hosts."""
+    if layout is None or len(layout.ranks) == 1:
+        return None, "all ranks are on one host"
+    if config.tables.exchange != "flat":
+        return None, f'with tables.exchange = "{config.tables.exchange}" a host may request each row once'
+    ranks, hosts = len(layout.host_of), len(layout.ranks)
+    return Requesters(hosts, ranks / hosts, events, ranks), ""
+
+
+def _describe(table: str, chosen: Replication) -> str:
+    sent = f"{chosen.sent - chosen.saved:,.0f} instead of {chosen.sent:,.0f} rows and row gradients per step"
+    return f"{_AUTO}: {chosen.rows:,} rows of table {table}; a host is expected to send the bytes of {sent}"
+
+
+def table_counts(config: RunConfig) -> dict[str, Ints]:
+    """Return how often each row of a table occurs in the log, for tables whose vocabulary counts that."""
+    files = [("item", VOCABULARY_FILE, 0)]
+    files += [
+        (feature.table or name, feature_vocabulary_file(feature.column or name), feature.rows)
+        for name, feature in config.features.items()
+        if feature.kind in ("id", "set")
+    ]
+    store, found = StorageFolder(config.data.path), dict[str, Ints]()
+    for table, file, rows in files:
+        counts = _read_counts(store, file)
+        if counts is not None:
+            counts, earlier = counts[: rows or None], found.get(table, np.zeros(0, dtype=np.int64))
+            found[table] = np.zeros(max(len(counts), len(earlier)), dtype=np.int64)
+            for part in (counts, earlier):
+                found[table][: len(part)] += part
+    return found
+
+
+def _read_counts(store: StorageFolder, file: str) -> Ints | None:
+    raw = store.read(file)
+    if raw is None:
+        return None
+    try:
+        vocabulary = pq.read_table(pa.BufferReader(raw))
+    except pa.ArrowException as error:
+        remedy = "import the log again, or set tables.replicated_rows to a number"
+        raise DataError(
+            f"the vocabulary {file} cannot be read: {reason(error)}", where=store.address, remedy=remedy
+        ) from error
+    return vocabulary["count"].to_numpy() if "count" in vocabulary.schema.names else None
 
 
 def build_model(config: RunConfig, *, items: int, features: Mapping[str, Feature] | None = None) -> Model:

@@ -63,14 +63,17 @@ def operation_table(step: "StepOperations[S]", tables: ShardedTables | None) -> 
         "send_split": on_rows(RowOperations.send_split),  # overlapped
         "look_up_exclusive": on_rows(RowOperations.look_up_exclusive),  # overlapped
         "send_exclusive_rows": on_rows(RowOperations.send_exclusive_rows),  # overlapped
+        "read_replicated": on_rows(RowOperations.read_replicated),  # with replicated rows
         "forward": step.forward,
         "backward": step.backward,
+        "reduce_replicated": on_rows(RowOperations.reduce_replicated),  # with replicated rows
         "send_gradients": on_rows(RowOperations.send_gradients),  # serial
         "update_rows": on_rows(RowOperations.update_rows),  # serial
         "send_urgent_gradients": on_rows(RowOperations.send_urgent_gradients),  # overlapped
         "update_urgent": on_rows(RowOperations.update_urgent),  # overlapped
         "look_up_collision": on_rows(RowOperations.look_up_collision),  # overlapped
         "send_collision_rows": on_rows(RowOperations.send_collision_rows),  # overlapped
+        "update_replicated": on_rows(RowOperations.update_replicated),  # with replicated rows
         "update_dense": step.update_dense,
         "send_deferred_gradients": on_rows(RowOperations.send_deferred_gradients),  # overlapped
         "update_deferred": on_rows(RowOperations.update_deferred),  # overlapped
@@ -291,7 +294,8 @@ class Step:
         gradients = state.embedding.join_gradients()
         state.finite = are_finite([*gradients, *(loss.detach() for loss in state.losses)])
         withhold_nonfinite(gradients, state.finite)  # else NaN would spread to every sample that uses these rows
-        self._runner.executor.issue_early("send_urgent_gradients")
+        for operation in ("reduce_replicated", "send_urgent_gradients"):  # in the same order on all ranks
+            self._runner.executor.issue_early(operation)
         return self._recorder.record_wait("other traffic")
 
     def _check_gradient(self, state: StepState) -> None:
