@@ -31,7 +31,7 @@ DEVICE_SLACK_SECONDS = 60.0
 _DEVICE_POLL_SECONDS = 5e-5
 _FAILED = "freescale/failed"
 _ASKED, _MISSING = f"{_FAILED}/asked", f"{_FAILED}/missing"
-_ASK_SECONDS, _ANSWER_SECONDS = 0.05, 1.0
+_ASK_SECONDS, _ANSWER_SECONDS = 0.05, 3.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Peers:
 
     def raise_if_peer_failed(self) -> None:
         """Raise if a wait of another rank failed."""
-        if _call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
+        if call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
             raise RuntimeError("another rank has given up")
 
     def wait_until(self, is_completed: Callable[[], bool], seconds: float) -> None:
@@ -98,7 +98,7 @@ class Peers:
     def transport_error(self, operation: str, error: Exception) -> TransportError:
         """Build the error of an operation that failed on this rank, with the ranks that do not respond."""
         try:
-            ranks = _call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
+            ranks = call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
             if ranks is None:
                 raise RuntimeError("the store does not answer")
             cause = f"ranks that do not answer: {', '.join(map(str, ranks))}" if ranks else "every rank answers"
@@ -113,7 +113,7 @@ def _keys(ranks: Sequence[int]) -> list[str]:
     return [f"{_FAILED}/{rank}" for rank in ranks]
 
 
-def _call_with_timeout(function: Callable[[], T], seconds: float) -> T | None:
+def call_with_timeout(function: Callable[[], T], seconds: float) -> T | None:
     """Return the result of a store call, or None on timeout. Over a cut link, a call to the store never returns."""
     results: list[T | Exception] = []
 

@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from freescale.connections import BackgroundWork, GlooWire, TreeCollectives, connects_on_demand, few_connections
 from freescale.errors import TransportError, UsageError, reason
 from freescale.log import logger, warning_once
-from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers
+from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers, call_with_timeout
 from freescale.transport.c10d import C10d
 from freescale.transport.host_layout import HostLayout
 
@@ -189,16 +189,21 @@ def exit_on_hang(peers: Peers, operation: str, timeout: float) -> Iterator[None]
 def _watchdog(peers: Peers, operation: str, timeout: float, ended: threading.Event) -> None:
     """Exit the process if the call hangs beyond the timeout, or when another rank failed."""
     until = time.monotonic() + timeout + _SLACK_SECONDS
+    if ended.wait(POLL_SECONDS):
+        return
     stuck: Exception | None = None
+    with contextlib.suppress(RuntimeError):  # the call may wait in the store, and then its connection answers no other
+        clone = call_with_timeout(lambda: peers.store.clone(), POLL_SECONDS)  # type: ignore[attr-defined]
+        peers = replace(peers, store=clone or peers.store)
     while stuck is None:
-        if ended.wait(POLL_SECONDS):
-            return
         try:
             peers.raise_if_peer_failed()
         except RuntimeError as error:
             stuck = error
         if time.monotonic() > until:
             stuck = RuntimeError("gloo did not end in time")
+        if stuck is None and ended.wait(POLL_SECONDS):
+            return
     if ended.wait(POLL_SECONDS / 2):  # the call fails by itself
         return
     error = peers.transport_error(operation, stuck)
