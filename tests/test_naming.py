@@ -10,7 +10,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRIVATE_NAMES = re.compile(r"\b(Journey|Flight|Chosen|hasten|lacking|culprits|nursery|voices|breathing)\b")
 PRIVATE_PHRASES = re.compile(r"what is learnt|numbers that are none|ways between", re.IGNORECASE)
-MOST_FILES, MOST_LINES = 216, 400
+MOST_FILES, MOST_LINES = 220, 400
 SAME_MEANING = {"__init__.py", "report.py", "selftest.py", "trained_model.py"}
 """File names that mean the same thing in several packages."""
 

@@ -61,3 +61,20 @@ def test_a_launcher_that_starts_ranks_again_does_not_grow(measure_alone: Measure
     assert result["faults"] >= 3
     for first, last in (result["first_and_last"][f"agent {what}"] for what in ("threads", "descriptors")):
         assert last <= first
+
+
+def test_ranks_hold_the_sockets_that_are_counted_over_a_wire_that_moves_nothing(measure_alone: Measure) -> None:
+    *counted, on_demand, all_pairs = measure_alone("startup.py", "--ranks", "8", "--steps", "2")
+    assert [kind["steps"] for kind in (on_demand, all_pairs)] == [2, 2]
+    for kind in (on_demand, all_pairs):
+        assert {name: kind["sockets"][name] for name in ("mean", "most")} == kind["counted"]
+        assert set(kind["seconds"]) == {
+            *("processes up", "group joined", "trainer built", "first step", "other steps", "ended")
+        }
+    assert on_demand["sockets"]["mean"] < 0.6 * all_pairs["sockets"]["mean"]
+    assert {rank["ranks"] for rank in counted} == {16_384}
+    for rank in counted:
+        assert rank["messages"]["rows to other hosts"] in (255, 256), "2,047 hosts, led by 8 ranks in turn"
+        assert rank["sockets"] < 16_384 / 8 + 8, "hosts and ranks per host"
+    assert counted[0]["messages"]["hosts, at the start"] == 14
+    assert counted[1]["messages"]["hosts, at the start"] == 1

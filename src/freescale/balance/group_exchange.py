@@ -16,6 +16,7 @@ import torch.distributed as dist
 from freescale.balance.group_planner import GroupPlanner
 from freescale.balance.placement import Ints, Placement
 from freescale.balance.sample_exchange import Groups, SampleExchange, SamplePacking, sum_by_rank
+from freescale.connections import few_connections
 from freescale.data.batch import Events
 from freescale.errors import TransportError
 from freescale.transport.base import Peers, TracerFactory, Transport
@@ -107,7 +108,7 @@ def _open_transport(run: C10d, parts: Sequence[Ints], *, timeout: float) -> C10d
 
     All ranks name all groups, so that names count up: those of `use_local_synchronization` can be in the store already.
     """
-    with run.peers.guard("opening groups"):
+    with run.peers.guard("opening groups"), few_connections(max(map(len, parts))):
         opened = [dist.new_group(ranks.tolist(), timeout=timedelta(seconds=timeout), backend="gloo") for ranks in parts]
     ((ranks, group),) = [
         (ranks, group)

@@ -8,12 +8,14 @@ import contextlib
 import hashlib
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from freescale.connections import BackgroundWork, GlooWire, Tree, TreeCollectives, Wire
 
 _ROUNDS = 5
 _MOVE_BASE_MS = 1000.0
@@ -103,59 +105,59 @@ class ClockAlignment:
     add up along the tree. The drift since the last measurement is added to the bound.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank = group, group.rank()
-        names = _all_gather(torch.tensor([clock_id()]), group)[:, 0].tolist()
-        self._leaders = [rank for rank, name in enumerate(names) if names.index(name) == rank]
-        self._leader = names.index(names[self._rank])
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
+        self._wire, self._timeout = GlooWire(group), timeout
+        self._tree = TreeCollectives(self._wire)
+        gathering = BackgroundWork(lambda: self._tree.all_gather(torch.tensor(clock_id())), name="gathering of clocks")
+        names = gathering.wait(timeout).tolist()
+        first = {name: rank for rank, name in reversed([*enumerate(names)])}
+        self._leaders = sorted(first.values())
+        self._leader = first[names[self._wire.rank]]
         self._before: int | None = None
 
     def measure(self) -> ClockOffset:
         """Return the current offset."""
         if len(self._leaders) == 1:
             return ClockOffset()
+        return BackgroundWork(self._measure, name="clock alignment").wait(self._timeout)
+
+    def _measure(self) -> ClockOffset:
         offset = torch.tensor([0, 0])
-        if self._rank == self._leader:
-            offset = self._measure_along_tree(self._leaders.index(self._rank))
+        if self._wire.rank == self._leader:
+            offset = measure_along_tree(self._wire, self._leaders)
             now = int(offset[0])
             offset[1] += 0 if self._before is None else abs(now - self._before)
             self._before = now
-        offsets = _all_gather(offset, self._group)
+        offsets = self._tree.all_gather(offset)
         return ClockOffset(*offsets[self._leader].tolist(), widest=int(offsets[:, 1].max()))
 
-    def _measure_along_tree(self, place: int) -> torch.Tensor:
-        """Measure against a leader with a known offset, then serve those without one."""
-        offset, distance = torch.tensor([0, 0]), 1
-        while distance < len(self._leaders):
-            if distance <= place < 2 * distance:
-                offset = self._query(self._leaders[place - distance])
-            elif place < distance and place + distance < len(self._leaders):
-                self._serve(self._leaders[place + distance], offset)
-            distance *= 2
-        return offset
 
-    def _query(self, peer: int) -> torch.Tensor:
-        best, answer = torch.tensor([0, 2**62]), torch.zeros(2, dtype=torch.int64)
-        for _ in range(_ROUNDS):
-            sent = time.monotonic_ns()
-            dist.send(answer, group=self._group, group_dst=peer)
-            dist.recv(answer, group=self._group, group_src=peer)
-            received = time.monotonic_ns()
-            peer_ns, peer_bound = answer.tolist()
-            bound = peer_bound + (received - sent + 1) // 2
-            if bound < int(best[1]):
-                best = torch.tensor([peer_ns - (sent + received) // 2, bound])
-        return best
-
-    def _serve(self, peer: int, offset: torch.Tensor) -> None:
-        answer = torch.zeros(2, dtype=torch.int64)
-        for _ in range(_ROUNDS):
-            dist.recv(answer, group=self._group, group_src=peer)
-            answer[0], answer[1] = time.monotonic_ns() + int(offset[0]), offset[1]
-            dist.send(answer, group=self._group, group_dst=peer)
+def measure_along_tree(wire: Wire, leaders: Sequence[int]) -> torch.Tensor:
+    """Measure a leader against its parent, whose offset is known, then serve its children, large subtrees first."""
+    tree, place = Tree(len(leaders)), leaders.index(wire.rank)
+    offset = _query(wire, leaders[tree.parent(place)]) if place else torch.tensor([0, 0])
+    for child in reversed(tree.children(place)):
+        _serve(wire, leaders[child], offset)
+    return offset
 
 
-def _all_gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(parts, values, group=group)
-    return torch.stack(parts)
+def _query(wire: Wire, peer: int) -> torch.Tensor:
+    best, answer = torch.tensor([0, 2**62]), torch.zeros(2, dtype=torch.int64)
+    for _ in range(_ROUNDS):
+        sent = time.monotonic_ns()
+        wire.send(answer, peer)
+        wire.receive(answer, peer)
+        received = time.monotonic_ns()
+        peer_ns, peer_bound = answer.tolist()
+        bound = peer_bound + (received - sent + 1) // 2
+        if bound < int(best[1]):
+            best = torch.tensor([peer_ns - (sent + received) // 2, bound])
+    return best
+
+
+def _serve(wire: Wire, peer: int, offset: torch.Tensor) -> None:
+    answer = torch.zeros(2, dtype=torch.int64)
+    for _ in range(_ROUNDS):
+        wire.receive(answer, peer)
+        answer[0], answer[1] = time.monotonic_ns() + int(offset[0]), offset[1]
+        wire.send(answer, peer)

@@ -3,7 +3,8 @@
 When a step ends, the marks of the step before it are read. Every few steps the ranks exchange when the last of them
 reached each collective, and the steps of the previous exchange are accounted for. Every interval, rank 0 writes the
 sums of all ranks. Each answer is used one exchange later, so no step waits for another rank, except for a clock
-alignment between hosts now and then. Both exchanges are all-reduces of fixed size, and files are bounded (`records`).
+alignment between hosts now and then. Both exchanges have a fixed size and go along a tree, and files are bounded
+(`records`).
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from freescale.bubbles.events import RankStep
 from freescale.bubbles.flight_recorder import FlightRecorder
 from freescale.bubbles.ledger import Ledger, account, compute_ns
 from freescale.bubbles.recorder import Recorder, StepMarks
+from freescale.connections import BackgroundWork, GlooWire, TreeCollectives, few_connections
 from freescale.errors import UsageError
 from freescale.log import warning_once
 
@@ -59,7 +61,8 @@ class StepProfiler:
             remedy = "call torch.distributed.init_process_group first, with world_size=1 for a single process"
             raise UsageError("StepProfiler needs a process group", remedy=remedy)
         # A separate group keeps this traffic from interleaving with the collectives of training.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        with few_connections(dist.get_world_size()):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(group, dist.ProcessGroup)
         folder = Path(path)
         self._flight_recorder = FlightRecorder(folder, group.rank())
@@ -74,7 +77,8 @@ class StepProfiler:
         self._steps, self._every = steps, max(every, -(-(steps or 0) // records.LINES))
         self._exchange_every = min(_EXCHANGE_EVERY, self._every)
         self._is_sampled_rank = group.rank() % -(-group.size() // records.SAMPLED_RANKS) == 0
-        self._arrivals, self._sums, self._alignment = LastArrivals(group), IntervalSums(group), ClockAlignment(group)
+        self._arrivals, self._sums = LastArrivals(group, timeout=timeout), IntervalSums(group, timeout=timeout)
+        self._alignment = ClockAlignment(group, timeout=timeout)
         self._writer = records.RecordWriter(folder)
         if self._is_rank_zero:
             self._writer.write_machine(records.MachineRecord(device_name(device), group.size()))
@@ -183,7 +187,7 @@ class StepProfiler:
 
     def _write_interval(self) -> None:
         interval = self._sums.receive(clock_bound=self._clock_bound)
-        if interval is not None and self._is_rank_zero:
+        if interval is not None:
             self._writer.write_interval(interval)
             if self.on_interval is not None:
                 self.on_interval(interval)
@@ -197,9 +201,9 @@ class StepProfiler:
 class LastArrivals:
     """Exchanges when the last rank reached each collective."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._pending: tuple[list[RankStep], list[str], Tensor, dist.Work] | None = None
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self._tree, self._timeout = TreeCollectives(GlooWire(group, tag=1)), timeout
+        self._pending: tuple[list[RankStep], list[str], BackgroundWork[Tensor]] | None = None
         self._last: dict[str, int] = {}
         """Arrivals of the previous step: its collectives may still be in flight in the next one."""
 
@@ -214,17 +218,15 @@ class LastArrivals:
         digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
         values = [digest, -digest, *(arrived[name] for name in names)]
         arrivals = torch.tensor(values + [0] * (SLOTS - len(values)))
-        work = dist.all_reduce(arrivals, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = steps, names, arrivals, work
+        work = BackgroundWork(lambda: self._tree.all_reduce(arrivals, torch.maximum), name="exchange of arrivals")
+        self._pending = steps, names, work
 
     def results(self) -> Iterator[tuple[RankStep, dict[str, int]]]:
         """Yield each step of the exchange with the last arrival at each of its collectives."""
         if self._pending is None:
             return
-        (steps, names, arrivals, work), self._pending = self._pending, None
-        work.wait()
-        largest, least, *latest = arrivals.tolist()
+        (steps, names, work), self._pending = self._pending, None
+        largest, least, *latest = work.wait(self._timeout).tolist()
         last = dict(zip(names, latest, strict=False))
         if largest != -least:
             last = {}
@@ -238,9 +240,10 @@ class LastArrivals:
 class IntervalSums:
     """Sums ledgers over the steps of an interval, then over ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._world_size = group, group.rank(), group.size()
-        self._sent: tuple[Tensor, dist.Work, int, int] | None = None
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self._tree, self._timeout = TreeCollectives(GlooWire(group, tag=2)), timeout
+        self._rank, self._world_size = group.rank(), group.size()
+        self._sent: tuple[BackgroundWork[Tensor], int, int] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -254,17 +257,18 @@ class IntervalSums:
     def send(self, step: int) -> None:
         """Start the sum over ranks of all steps up to this one, and begin a new interval."""
         table = torch.from_numpy(records.place_row(self._own, self._rank, self._world_size))
-        work = dist.all_reduce(table, group=self._group, async_op=True)
-        assert work is not None
-        self._sent = table, work, step, self.steps
+        work = BackgroundWork(lambda: self._tree.reduce(table, torch.add), name="sum of records")
+        self._sent = work, step, self.steps
         self._reset()
 
     def receive(self, *, clock_bound: int) -> records.IntervalRecord | None:
-        """Wait for the sum that was started, if any."""
+        """Wait for the sum that was started, if any. Only rank 0 has it."""
         if self._sent is None:
             return None
-        (table, work, step, steps), self._sent = self._sent, None
-        work.wait()
+        (work, step, steps), self._sent = self._sent, None
+        total = work.wait(self._timeout)
+        if self._rank:
+            return None
         return records.build_interval(
-            table.numpy(), step=step, steps=steps, world_size=self._world_size, clock_bound=clock_bound
+            total.numpy(), step=step, steps=steps, world_size=self._world_size, clock_bound=clock_bound
         )

@@ -171,9 +171,9 @@ def check_shared_memory(_device: Device) -> Iterator[Finding]:
 
 
 def check_file_limit(_device: Device) -> Iterator[Finding]:
-    """Check the limit of file descriptors: part files and one socket per peer."""
+    """Check the limit of file descriptors: part files and sockets to other ranks."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    why = "every rank keeps a socket to every other and tens of data files open"
+    why = "every rank keeps sockets to other ranks, up to all of them, and tens of data files open"
     low = Finding("file descriptors", "warning", f"limit of {soft:,}", why, "ulimit -n 65536")
     yield _limited(low, soft, _FILES_LOW, _FILES_LEAST)
 

@@ -3,9 +3,11 @@
 Waits of the host have a timeout. GPU streams wait without one, so the host waits for completion before it reads what a
 transfer wrote.
 Finding unresponsive ranks costs nothing until a wait fails: the rank then sets its key in the store. Ranks that still
-wait poll the store, fail as well and set theirs. After a grace period, the ranks without a key are reported.
+wait poll the store, fail as well and set theirs. After a grace period, the first rank that failed looks up which ranks
+have no key and writes that into the store, so that the others ask for a few keys instead of those of all ranks.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,8 @@ DEVICE_SLACK_SECONDS = 60.0
 """How much longer a device waits than the host. Its own timeouts end the process and name no rank."""
 _DEVICE_POLL_SECONDS = 5e-5
 _FAILED = "freescale/failed"
+_ASKED, _MISSING = f"{_FAILED}/asked", f"{_FAILED}/missing"
+_ASK_SECONDS, _ANSWER_SECONDS = 0.05, 3.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Peers:
 
     def raise_if_peer_failed(self) -> None:
         """Raise if a wait of another rank failed."""
-        if _call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
+        if call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
             raise RuntimeError("another rank has given up")
 
     def wait_until(self, is_completed: Callable[[], bool], seconds: float) -> None:
@@ -57,13 +61,31 @@ class Peers:
 
     def unresponsive_ranks(self) -> list[int]:
         """Report a failure of this rank and return the ranks that report none within the grace period."""
-        keys = [f"{_FAILED}/{rank}" for rank in range(self.world_size)]
-        for key in (_FAILED, keys[self.rank]):
+        for key in (_FAILED, *_keys([self.rank])):
             self.store.set(key, "1")
-        until = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < until and not self.store.check(keys):
-            time.sleep(0.05)
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        until, ranks = time.monotonic() + _GRACE_SECONDS, list(range(self.world_size))
+        if self.store.add(_ASKED, 1) == 1:
+            self._wait_for_reports(ranks, until)
+            missing = self._missing(ranks)
+            self.store.set(_MISSING, json.dumps(missing))
+            return missing
+        while time.monotonic() < until + _ANSWER_SECONDS and not self.store.check([_MISSING]):
+            time.sleep(_ASK_SECONDS)
+        if self.store.check([_MISSING]):  # else the rank that asked is lost too
+            ranks = json.loads(self.store.get(_MISSING))
+        self._wait_for_reports(ranks, until)
+        return self._missing(ranks)
+
+    def _wait_for_reports(self, ranks: Sequence[int], until: float) -> None:
+        while time.monotonic() < until and not self.store.check(_keys(ranks)):
+            time.sleep(_ASK_SECONDS)
+
+    def _missing(self, ranks: list[int]) -> list[int]:
+        """Return which of some ranks have reported no failure, by halves: a check answers for all its keys."""
+        if not ranks or self.store.check(_keys(ranks)):
+            return []
+        half = len(ranks) // 2
+        return ranks if not half else self._missing(ranks[:half]) + self._missing(ranks[half:])
 
     @contextmanager
     def guard(self, operation: str) -> Iterator[None]:
@@ -76,7 +98,7 @@ class Peers:
     def transport_error(self, operation: str, error: Exception) -> TransportError:
         """Build the error of an operation that failed on this rank, with the ranks that do not respond."""
         try:
-            ranks = _call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
+            ranks = call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
             if ranks is None:
                 raise RuntimeError("the store does not answer")
             cause = f"ranks that do not answer: {', '.join(map(str, ranks))}" if ranks else "every rank answers"
@@ -87,7 +109,11 @@ class Peers:
         return TransportError(what, where=reason(error), remedy=remedy)
 
 
-def _call_with_timeout(function: Callable[[], T], seconds: float) -> T | None:
+def _keys(ranks: Sequence[int]) -> list[str]:
+    return [f"{_FAILED}/{rank}" for rank in ranks]
+
+
+def call_with_timeout(function: Callable[[], T], seconds: float) -> T | None:
     """Return the result of a store call, or None on timeout. Over a cut link, a call to the store never returns."""
     results: list[T | Exception] = []
 

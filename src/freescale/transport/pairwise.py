@@ -9,11 +9,14 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from freescale.connections import connects_on_demand
 from freescale.transport.base import PendingWork
 from freescale.transport.c10d import C10d
+from freescale.transport.world import exit_on_hang
 
 
 class PairwiseC10d(C10d):
@@ -24,6 +27,23 @@ class PairwiseC10d(C10d):
     def __init__(self, transport: C10d) -> None:
         super().__init__(transport.group, transport.peers.store, timeout=transport.timeout)
         self._in_flight, self._waiter = transport._in_flight, _Waiter()
+        self._connected: set[int] = set()
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        """Connect to some ranks, which connect to this one, before they send.
+
+        A first message of gloo blocks until its receiver takes part, beyond all timeouts, so a hang ends the process.
+        """
+        missing = sorted(set(ranks) - self._connected - {self.peers.rank})
+        if not missing or not connects_on_demand(self.peers.world_size):
+            return
+        with exit_on_hang(self.peers, "connecting pairs of ranks", self.timeout):
+            works = [dist.irecv(torch.empty(1), group=self.group, group_src=rank) for rank in missing]
+            works += [dist.isend(torch.zeros(1), group=self.group, group_dst=rank) for rank in missing]
+            for work in works:
+                assert work is not None
+                work.wait()
+        self._connected.update(missing)
 
     def all_to_all(
         self,

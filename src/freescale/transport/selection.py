@@ -249,7 +249,8 @@ def _two_level(group: PairwiseC10d, layout: HostLayout, *, urgent: Transport | N
     """Create a two-level transport; one with `urgent` yields to that transport. Collective."""
     pairs = -(-len(layout.ranks) // min(map(len, layout.ranks)))  # hosts that a leader sends to
     far = group if urgent is None else ChunkedTransport(group, urgent=urgent, pairs=pairs)
-    return TwoLevelTransport(layout, SharedMemoryTransport(_memory(group, layout), group, within_host=True), far)
+    near = SharedMemoryTransport(_memory(group, layout), group, within_host=True)
+    return TwoLevelTransport(layout, near, far, connect=group.connect)
 
 
 def best_transport(timings: Sequence[TransportTiming], lane: str) -> str:

@@ -23,13 +23,21 @@ from freescale.transport.host_layout import HostLayout
 class TwoLevelTransport(Transport):
     """Relays rows through the leaders of hosts. The ranks of each host have consecutive numbers.
 
-    `near` connects the ranks of this host, counted from 0. `far` connects all ranks, pair by pair.
+    `near` connects the ranks of this host, counted from 0. `far` connects all ranks, pair by pair. `connect`: called
+    with the ranks that this one will exchange messages with, by all ranks in the same order.
     """
 
-    def __init__(self, layout: HostLayout, near: Transport, far: Transport) -> None:
+    def __init__(
+        self,
+        layout: HostLayout,
+        near: Transport,
+        far: Transport,
+        *,
+        connect: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> None:
         self.peers, self.timeout = far.peers, far.timeout
         self.layout, self.near, self.far = layout, near, far
-        self._ranks = layout.ranks[layout.host_of[self.peers.rank]]
+        self._ranks, self._connect = layout.ranks[layout.host_of[self.peers.rank]], connect
         self._set_turn(0)
 
     def _set_turn(self, turn: int) -> None:
@@ -40,6 +48,7 @@ class TwoLevelTransport(Transport):
         self._led = self.layout.led(self.peers.rank, turn)
         self._partners = [self.layout.leader(other, host, turn) for other in self._led]
         """Those of this rank, and the leader of each."""
+        self._connect(self._partners)
 
     def rotated(self, turn: int) -> "TwoLevelTransport":
         """Return this transport with the leaders of another turn."""

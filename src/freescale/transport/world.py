@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from freescale.connections import BackgroundWork, GlooWire, TreeCollectives, connects_on_demand, few_connections
 from freescale.errors import TransportError, UsageError, reason
 from freescale.log import logger, warning_once
-from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers
+from freescale.transport.base import DEVICE_SLACK_SECONDS, POLL_SECONDS, Peers, call_with_timeout
 from freescale.transport.c10d import C10d
 from freescale.transport.host_layout import HostLayout
 
@@ -68,11 +69,12 @@ def init_world(*, timeout: float, device: Literal["cpu", "cuda"] | None = None) 
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local)
     store: dist.Store = dist.HashStore() if world_size == 1 else _store(rank, world_size, timeout)
     backend = dist.get_default_backend_for_device(place)
-    with _exit_on_hang(Peers(rank, world_size, store), "joining the group", timeout):
+    with exit_on_hang(Peers(rank, world_size, store), "joining the group", timeout), few_connections(world_size):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=_group_timeout(place, timeout)
         )
-    group = _world_group()
+        group = _world_group()
+        _connect_ring(group)
     return World(rank, world_size, place, group, C10d(group, store, timeout=timeout))
 
 
@@ -112,7 +114,7 @@ def clone_group(transport: C10d, *, backend: str | None = None, urgent: bool = F
     ranks = dist.get_process_group_ranks(transport.group)
     on_device = transport.device.type != "cpu" and backend is None
     timeout = _group_timeout(transport.device, transport.timeout)
-    with _exit_on_hang(transport.peers, "opening a group", transport.timeout):
+    with exit_on_hang(transport.peers, "opening a group", transport.timeout), few_connections(len(ranks)):
         part = len(ranks) < dist.get_world_size()  # other ranks do not take part
         group = dist.new_group(
             ranks,
@@ -121,8 +123,18 @@ def clone_group(transport: C10d, *, backend: str | None = None, urgent: bool = F
             pg_options=_nccl_options(urgent=urgent) if on_device else None,
             use_local_synchronization=part,
         )
-    assert isinstance(group, dist.ProcessGroup)
+        assert isinstance(group, dist.ProcessGroup)
+        _connect_ring(group)
     return C10d(group, transport.peers.store, timeout=transport.timeout)
+
+
+def _connect_ring(group: dist.ProcessGroup) -> None:
+    """Connect the neighbours of a group that connects on demand, while a hang ends the process.
+
+    All-reduces and all-gathers use no other pairs. Later, a dead neighbour is noticed at once.
+    """
+    if dist.get_backend(group) == "gloo" and connects_on_demand(group.size()):
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 def _nccl_options(*, urgent: bool) -> Any:
@@ -146,9 +158,15 @@ def _world_group() -> dist.ProcessGroup:
 
 def host_of_each_rank(transport: C10d) -> HostLayout:
     """Return the host of each rank. A network namespace counts as a host. Collective."""
-    own = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big")
-    names = transport.all_gather(torch.tensor([own], device=transport.device), name="hosts").wait_on_host()
-    return HostLayout.of(names.flatten().tolist())
+    own = torch.tensor(int.from_bytes(hashlib.sha256(_host().encode()).digest()[:7], "big"))
+    if transport.device.type != "cpu":
+        names = transport.all_gather(own.to(transport.device), name="hosts").wait_on_host()
+    else:
+        tree, peers = TreeCollectives(GlooWire(transport.group)), transport.peers
+        with peers.guard("hosts"):
+            gathering = BackgroundWork(lambda: tree.all_gather(own), name="gathering of hosts")
+            names = gathering.wait(transport.timeout, peers.raise_if_peer_failed)
+    return HostLayout.of(names.tolist())
 
 
 def destroy_world() -> None:
@@ -157,7 +175,7 @@ def destroy_world() -> None:
 
 
 @contextlib.contextmanager
-def _exit_on_hang(peers: Peers, operation: str, timeout: float) -> Iterator[None]:
+def exit_on_hang(peers: Peers, operation: str, timeout: float) -> Iterator[None]:
     """Guard calls that connect ranks. If a rank dies meanwhile, gloo may hang forever: then the process exits."""
     ended = threading.Event()
     threading.Thread(target=_watchdog, args=(peers, operation, timeout, ended), daemon=True).start()
@@ -171,16 +189,21 @@ def _exit_on_hang(peers: Peers, operation: str, timeout: float) -> Iterator[None
 def _watchdog(peers: Peers, operation: str, timeout: float, ended: threading.Event) -> None:
     """Exit the process if the call hangs beyond the timeout, or when another rank failed."""
     until = time.monotonic() + timeout + _SLACK_SECONDS
+    if ended.wait(POLL_SECONDS):
+        return
     stuck: Exception | None = None
+    with contextlib.suppress(RuntimeError):  # the call may wait in the store, and then its connection answers no other
+        clone = call_with_timeout(lambda: peers.store.clone(), POLL_SECONDS)  # type: ignore[attr-defined]
+        peers = replace(peers, store=clone or peers.store)
     while stuck is None:
-        if ended.wait(POLL_SECONDS):
-            return
         try:
             peers.raise_if_peer_failed()
         except RuntimeError as error:
             stuck = error
         if time.monotonic() > until:
             stuck = RuntimeError("gloo did not end in time")
+        if stuck is None and ended.wait(POLL_SECONDS):
+            return
     if ended.wait(POLL_SECONDS / 2):  # the call fails by itself
         return
     error = peers.transport_error(operation, stuck)
