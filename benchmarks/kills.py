@@ -50,8 +50,8 @@ class PipeWriter(io.StringIO):
         self._pipe = pipe
 
     def write(self, text: str) -> int:
-        if text.startswith("error: "):
-            self._pipe.send(text.removeprefix("error: "))
+        if " failed on rank " in text:  # also as `logging` writes it without a handler
+            self._pipe.send(text[text.find("error: ") + len("error: ") :] if "error: " in text else text)
         return len(text)
 
 
