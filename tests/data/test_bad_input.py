@@ -156,6 +156,8 @@ def test_one_unreadable_plain_parquet_file_can_be_skipped(tmp_path: Path) -> Non
     [
         (replaced("item_id", pa.array([["a"]] * 8)), "has type"),
         (replaced("age", pa.array(range(8))).drop(["item_id"]), "missing"),
+        (histories(LENGTHS, candidates=True).drop(["label_click"]), "missing"),
+        (histories(LENGTHS, candidates=True).drop(["candidate_id"]), "missing"),
     ],
 )
 def test_a_later_file_with_other_columns_is_reported(tmp_path: Path, second: pa.Table, message: str) -> None:

@@ -90,6 +90,8 @@ class Dataset:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
             if not file.has_checksums:  # plain Parquet: only the first schema was validated
                 select_columns(table.schema, self._features, file.name)
+                if missing := [name for name in self.columns if name not in table.column_names]:
+                    raise DataError(f"column '{missing[0]}' is missing, which other files have")
         except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
             location = Location(file.name, index)
