@@ -29,7 +29,7 @@ from freescale.data import synthetic
 from freescale.data.loader import Loader
 from freescale.overlap.autotune import TRIAL_STEPS, Setting
 from freescale.train.build import build
-from freescale.train.sharded_model import build_model
+from freescale.train.sharded_model import build_model_for
 from freescale.transport.selection import TransportFactory
 from freescale.transport.world import World
 from processes import on_ranks
@@ -41,8 +41,7 @@ class Lane:
     """A trainer that runs a few steps at a time, as `Trainer.fit` does."""
 
     def __init__(self, config: RunConfig, world: World, folder: Path, compute: EmulatedCompute | None) -> None:
-        items = Loader(config.data, seed=0).vocabulary.rows
-        model = build_model(config, items=items)
+        model = build_model_for(config, Loader.from_run(config))
         self._trainer = build(
             config, world, folder, model=model if compute is None else compute.emulate(model), quiet=True
         )

@@ -31,6 +31,14 @@ def test_each_id_is_once_and_every_place_finds_its_own(ids: list[int], rows: int
     assert wanted.unique[wanted.inverse].tolist() == ids
 
 
+@given(ids=st.lists(st.one_of(st.integers(-90, -1), st.integers(0, 30), st.integers(2**61, 2**62)), max_size=60))
+def test_slots_among_ids_are_once_too(ids: list[int]) -> None:
+    asked = torch.tensor(ids, dtype=torch.int64)
+    wanted = deduplicate(asked, rows=None)
+    assert wanted.unique.tolist() == sorted(set(ids))
+    assert wanted.unique[wanted.inverse].tolist() == ids
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=12), st.sampled_from([31, 40, None])), min_size=1))
 def test_tables_together_have_the_unique_ids_of_each(tables: list[tuple[list[int], int | None]]) -> None:
     tables.sort(key=lambda table: table[1] is None)  # as devices get them

@@ -28,13 +28,29 @@ class UniqueIds(NamedTuple):
 
 
 def deduplicate(ids: Tensor, *, rows: int | None) -> UniqueIds:
-    """Return the unique ids of a table with so many rows; None: of any ids."""
-    if rows is None or rows > _DENSE * ids.numel():
+    """Return the unique ids of a table with so many rows; None: of any ids, among which slots are numbers below 0."""
+    if rows is None:
+        return _deduplicate_with_slots(ids)
+    if rows > _DENSE * ids.numel():
         return UniqueIds(*torch.unique(ids, return_inverse=True))
     place = torch.zeros(rows, dtype=torch.int64, device=ids.device)
     place[ids] = 1
     unique = place.nonzero()[:, 0]
     return UniqueIds(unique, (place.cumsum(0) - 1)[ids])
+
+
+def _deduplicate_with_slots(ids: Tensor) -> UniqueIds:
+    """Return the unique ids. Negative numbers near 0, which are slots sampled as negatives, are not sorted."""
+    lowest = int(ids.min()) if ids.numel() else 0
+    if not -_DENSE * ids.numel() < lowest < 0:
+        return UniqueIds(*torch.unique(ids, return_inverse=True))
+    is_slot = ids < 0
+    at, others = is_slot.nonzero()[:, 0], (~is_slot).nonzero()[:, 0]
+    slots = deduplicate(ids.index_select(0, at).sub_(lowest), rows=-lowest)
+    unique, place = torch.unique(ids.index_select(0, others), return_inverse=True)
+    inverse = torch.empty_like(ids).index_copy_(0, at, slots.inverse)
+    inverse.index_copy_(0, others, place.add_(len(slots.unique)))
+    return UniqueIds(torch.cat([slots.unique + lowest, unique]), inverse)
 
 
 def deduplicate_up_to(ids: Tensor, bound: int) -> tuple[UniqueIds, int]:
