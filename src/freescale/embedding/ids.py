@@ -98,6 +98,8 @@ def deduplicate_together(ids: Sequence[Tensor], rows: Sequence[int | None]) -> l
 
 def _sort_parts(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Sort parts of these sizes, each by itself. Return the values, and the place of each before."""
+    if len(sizes) == 1:
+        return values.sort()
     ordered, order = zip(*(part.sort() for part in values.split([*sizes])), strict=True)
     begins = [0, *accumulate(sizes)]
     return torch.cat(ordered), torch.cat([places + begin for places, begin in zip(order, begins, strict=False)])
