@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,8 +56,9 @@ def write_package(trained: TrainedModel, target: Path, format: Format) -> list[s
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as partial:
         folder = Path(partial)
         export.write_tensors(folder / "weights.safetensors", served.weights() | ids)
-        for name, program in programs.items():
-            _write_program(served, program, folder / f"{name}.pt2", format)
+        with _compiler_cache(format):
+            for name, program in programs.items():
+                _write_program(served, program, folder / f"{name}.pt2", format)
         files = [*_SCRIPTS, "weights.safetensors", *(f"{name}.pt2" for name in programs)]
         if isinstance(served.model, Retrieval):
             _write_items(trained, served.tables["item"], ids.get("item.ids"), folder)
@@ -126,6 +128,15 @@ def _tables(trained: TrainedModel) -> dict[str, Tensor]:
         assert module.replicated is not None
         return {name: rows.detach().cpu() for name, rows in module.replicated.weights.items()}
     return {name: rows.detach().cpu() for name, (_, rows) in tables.read_blocks(0, 1).items()}
+
+
+def _compiler_cache(format: Format) -> AbstractContextManager[None]:  # noqa: A002
+    """Remove what Inductor would leave in the folder of temporary files."""
+    if format != "aoti":
+        return nullcontext()
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
 
 
 def _write_program(served: ServedModel, program: Program, path: Path, format: Format) -> None:  # noqa: A002

@@ -55,10 +55,14 @@ def _config_options() -> tuple[Option, ...]:
     return tuple(found)
 
 
+_SLOW = ("aoti",)
+"""Values that make a command take a minute: that of a compiler."""
+
+
 def _field_option(name: str, kind: object, default: object) -> Option:
     flag = f"--{name.replace('_', '-')}"
     if get_origin(kind) is Literal:
-        return Option(flag, "choice", tuple(map(str, get_args(kind))))
+        return Option(flag, "choice", tuple(str(value) for value in get_args(kind) if value not in _SLOW))
     if kind is bool:
         return Option(flag, "flag")
     if name.endswith("path"):
