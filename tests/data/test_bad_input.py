@@ -171,6 +171,15 @@ def test_a_later_file_with_other_columns_is_reported(tmp_path: Path, second: pa.
     assert source.dataset.quarantine.rows == 8
 
 
+def test_a_later_file_with_single_values_instead_of_lists_is_reported(tmp_path: Path) -> None:
+    pq.write_table(histories(LENGTHS), tmp_path / "a.parquet")
+    pq.write_table(replaced("rating", pa.array([0.5] * 8)), tmp_path / "b.parquet")
+    dataset = Dataset(str(tmp_path), features=("rating",))
+    with pytest.raises(DataError, match="column 'rating' has type") as caught:
+        list(map(dataset.read_group, range(dataset.layout.groups)))
+    assert "b.parquet" in caught.value.where
+
+
 def test_a_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
     pq.write_table(histories(LENGTHS), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="a file, not a data set") as caught:

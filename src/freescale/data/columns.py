@@ -1,6 +1,6 @@
 """The columns of a data set: what each holds, and which of them a config reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -100,6 +100,16 @@ def select_columns(schema: pa.Schema, features: Sequence[str | ColumnRequest], w
         field = schema.field(name)
         selected[name] = feature_type(field, by_name[name], where) if name in by_name else _column_type(field, where)
     return selected
+
+
+def require_same_shapes(columns: Mapping[str, ColumnType], others: Mapping[str, ColumnType]) -> None:
+    """Raise a DataError unless the columns of a file hold lists and sets where those of the first file do."""
+    for name, kind in columns.items():
+        other = others.get(name)
+        if other is None:
+            raise DataError(f"column '{name}' is missing, which other files have")
+        if (other.is_list, other.is_set) != (kind.is_list, kind.is_set):
+            raise DataError(f"column '{name}' has type {other}, in other files {kind}")
 
 
 def _column_type(field: pa.Field, where: str) -> ColumnType:

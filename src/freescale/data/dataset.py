@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.columns import ColumnRequest, ColumnType, select_columns
+from freescale.data.columns import ColumnRequest, ColumnType, require_same_shapes, select_columns
 from freescale.data.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from freescale.data.order import MAX_GROUP_ROWS, RowGroupLayout
 from freescale.data.parquet import FETCH_AGAIN, FileEntry, ParquetReader
@@ -89,9 +89,7 @@ class Dataset:
             if table.num_rows != rows:
                 raise DataError(f"the row group holds {table.num_rows} rows instead of {rows}")
             if not file.has_checksums:  # plain Parquet: only the first schema was validated
-                select_columns(table.schema, self._features, file.name)
-                if missing := [name for name in self.columns if name not in table.column_names]:
-                    raise DataError(f"column '{missing[0]}' is missing, which other files have")
+                require_same_shapes(self.columns, select_columns(table.schema, self._features, file.name))
         except Exception as error:  # Arrow raises many types on damaged bytes
             what = error.what if isinstance(error, DataError) else reason(error)
             location = Location(file.name, index)

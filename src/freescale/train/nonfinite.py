@@ -135,6 +135,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
 
     There it is the largest magnitude that is tested, which one launch finds for many tensors.
     """
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # nothing has no largest magnitude
     if tensors and tensors[0].device.type != "cpu":
         largest = torch.nn.utils.get_total_norm(tensors, math.inf)
         return largest <= torch.finfo(largest.dtype).max  # NaN is not; one launch, where `isfinite` takes four
