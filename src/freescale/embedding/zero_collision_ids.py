@@ -177,7 +177,7 @@ class DynamicIds:
 
     def is_slot(self, rows: Tensor) -> Tensor:
         """Return which rows are slots and not shared."""
-        return rows % self.layout.stride != self.layout.slots
+        return self.layout.is_slot(rows)
 
     def expire(self, *, step: int, time: int) -> int:
         """Free all slots whose time to live has passed; return their number. `assign` does so only where it needs one.
@@ -240,7 +240,7 @@ def move(before: SlotArrays, old: BucketLayout, new: BucketLayout, first: int) -
     used = (before.ids.view(-1) != EMPTY).nonzero()[:, 0]
     ids, order = before.ids.view(-1)[used].sort()
     rows, _ = open_slots(after, new, first).insert(ids, StepTime(0, 0), EvictionPolicy())
-    kept = rows % new.stride != new.slots
+    kept = new.is_slot(rows)
     source, target = used[order][kept], rows[kept] - first * new.stride
     for name in ("last_step", "time", "count"):
         getattr(after, name).view(-1)[target] = getattr(before, name).view(-1)[source]

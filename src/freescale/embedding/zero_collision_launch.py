@@ -42,10 +42,6 @@ class SlotTable(NamedTuple):
         """Return rows of the whole table as rows of the arrays."""
         return rows - self.first * self.layout.stride
 
-    def has_slot(self, rows: Tensor) -> Tensor:
-        """Return which rows are slots and not shared."""
-        return rows % self.layout.stride != self.layout.slots
-
 
 class MaskedAssignment(NamedTuple):
     """The rows of a step's ids, as `Assignment`, with a mask instead of places."""
@@ -68,17 +64,17 @@ def assign_masked(
     """
     now, table = StepTime.of(step, time), SlotTable(ids.arrays, ids.layout, ids.owned.start)
     rows = find_slots(table, requests, is_wanted, faults, now)
-    is_absent = is_admitted = is_wanted & ~table.has_slot(rows)
+    is_absent = is_admitted = is_wanted & ~table.layout.is_slot(rows)
     small, places = None, rows
     if ids.candidates is not None:
         small = SlotTable(ids.candidates.arrays, ids.candidates.layout, ids.owned.start)
         places = find_slots(small, requests, is_absent, faults, now)
-        is_unknown = is_absent & ~small.has_slot(places)
+        is_unknown = is_absent & ~small.layout.is_slot(places)
         found, _ = insert_ids(small, requests, is_unknown, now, Candidates.policy)
         places = torch.where(is_unknown, found, places)
         is_admitted = is_absent & (small.arrays.count.view(-1)[small.local(places)] >= ids.admit_after)
     inserted, evicted = insert_ids(table, requests, is_admitted, now, ids.policy)
-    is_new = is_admitted & table.has_slot(inserted)
+    is_new = is_admitted & table.layout.is_slot(inserted)
     if small is not None:  # ids with a slot are no candidates any more; the id of a shared row is EMPTY anyway
         small.arrays.ids.view(-1)[small.local(torch.where(is_new, places, small.shared_row))] = EMPTY
     rows = torch.where(is_admitted, inserted, rows)

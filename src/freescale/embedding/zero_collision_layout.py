@@ -74,6 +74,10 @@ class BucketLayout(NamedTuple):
         """Return the rows of slots by number. Consecutive numbers are in consecutive buckets."""
         return numbers % self.buckets * self.stride + numbers // self.buckets
 
+    def is_slot(self, rows: Tensor) -> Tensor:
+        """Return which rows are slots and not shared."""
+        return rows % self.stride != self.slots
+
     def slot_number(self, rows: Tensor) -> Tensor:
         """Return the numbers of the slots at rows; EMPTY for shared rows."""
         slot = rows % self.stride
