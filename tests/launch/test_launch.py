@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from freescale.checkpoint.run_folder import LOCK, RunLock
-from freescale.errors import UsageError
+from freescale.errors import TransportError, UsageError
 from freescale.launch import AGENT, Hosts
 from freescale.launch.agent import Agent
 from freescale.launch.launcher import launch_ranks
 from freescale.launch.rendezvous import Rendezvous
+from freescale.launch.restart_decision import RestartDecision
 
 WORDS = ["--version"]
 SAVING = """
@@ -163,6 +165,33 @@ raise SystemExit(command.main([]))"""
     command = [sys.executable, "-m", "interrupted_command"]
     ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL, timeout=60, check=False)
     assert ended.returncode == 130
+
+
+def test_a_host_joins_after_any_number_of_restarts() -> None:
+    serving = Rendezvous(Hosts(1, 2), nproc=1)
+    for restart in range(4):
+        serving.publish_ranks(restart, {serving.id: 0}, 1)
+    joining = Rendezvous(Hosts(1, 2, *serving.address), nproc=1)
+
+    def decide_for_both() -> None:
+        until = time.monotonic() + 20
+        while not serving.joined_agents(3, [joining.id]) and time.monotonic() < until:
+            time.sleep(0.01)
+        serving.publish_decision(3, RestartDecision(None, "other hosts join"))
+        serving.publish_ranks(4, {serving.id: 0, joining.id: 1}, 2)
+        while serving.exit_codes(4, {joining.id: 1})[joining.id] != [0] and time.monotonic() < until:
+            time.sleep(0.01)
+        serving.publish_decision(4, RestartDecision(0))
+        if time.monotonic() > until:  # for one that waits for the first start
+            serving.publish_ranks(0, {serving.id: 0}, 1)
+            serving.publish_decision(0, RestartDecision(TransportError.exit_code))
+
+    deciding = threading.Thread(target=decide_for_both)
+    deciding.start()
+    assert Agent(joining, WORDS, nproc=1, restarts=0).run() == 0
+    deciding.join()
+    joining.close()
+    serving.close()
 
 
 def test_waiting_for_the_store_of_another_host_can_be_interrupted() -> None:

@@ -47,8 +47,9 @@ class Agent:
         if self._rendezvous.serves and self._rendezvous.hosts.most > 1:
             address, port = self._rendezvous.address
             info_once(f"this host serves the store at {address}:{port}; if it is lost, the run ends on every host")
-        restart, code = 0, None
+        code = None
         try:
+            restart = self._rendezvous.newest_restart()
             while code is None:
                 code = self._run_once(restart)
                 restart += 1

@@ -2,6 +2,7 @@
 
 agents                   number of agents that ever joined; each has an id from 0
 agent/ID, heartbeat/ID   its number of ranks; a counter that increases while it lives
+restart                  the newest restart; a host that joins later begins there
 RESTART/joined/ID        it has joined this restart
 RESTART/ranks            which agents take part, and the first rank of each
 RESTART/exit_codes/ID    exit codes of its ranks
@@ -73,6 +74,10 @@ class Rendezvous:
                 alive.append(agent)
         return alive
 
+    def newest_restart(self) -> int:
+        """Return the restart that ranks were last assigned for, 0 before any. Keys of earlier ones may be deleted."""
+        return self._get("restart") or 0
+
     def join(self, restart: int) -> None:
         """Report that this agent is ready to start its ranks."""
         self._set(f"{restart}/joined/{self.id}", True)
@@ -95,6 +100,7 @@ class Rendezvous:
         self._delete_round(restart - 2)  # agents may still read the decision of the previous one
         ranks = {"first": {str(agent): rank for agent, rank in first.items()}, "world_size": world_size}
         self._set(f"{restart}/ranks", ranks)
+        self._set("restart", restart)
 
     def read_ranks(self, restart: int) -> tuple[dict[int, int], int] | None:
         """Return the first rank of each agent and the world size, once they are published."""
