@@ -41,6 +41,7 @@ class _nothing:  # noqa: N801  a context, like its neighbour
         (["data", "import", "events", "only-one-path"], 2, "target folder is missing"),
         (["data", "synth", "x", "--users", "0", "--seed", "-1"], 2, "--users 0 is below 1; --seed -1 is below 0"),
         (["config", "tinny"], 2, "did you mean 'tiny'"),
+        (["data", "synth", "bad-\udcff", "--users", "20"], 2, r"'bad-\udcff'"),
     ],
 )
 def test_a_mistake_is_reported_with_remedy_and_exit_code(

@@ -104,6 +104,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    _require_utf8(words)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_help())
         return 0
@@ -124,6 +125,17 @@ def _dispatch(words: list[str]) -> int:
         return 0
     unknown = " ".join(words[:2] if group else words[:1])
     raise UsageError(f"no command is called '{unknown}'", remedy=suggest(unknown, group or COMMANDS))
+
+
+def _require_utf8(words: list[str]) -> None:
+    """Refuse what the readers and writers of Parquet and safetensors would not take, before anything is done."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                "an argument is not UTF-8", where=ascii(word), remedy="rename that file or folder"
+            ) from error
 
 
 def _help(commands: dict[str, Command] | None = None) -> str:

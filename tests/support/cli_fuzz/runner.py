@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-SECONDS = 60.0
-"""What a command may take."""
+SECONDS = 180.0
+"""What a command may take beside other tests."""
 _FILE_BYTES = 256 << 20
 _ENVIRONMENT = {
     "BROWSER": "true",
