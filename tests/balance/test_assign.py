@@ -146,6 +146,17 @@ def test_equal_counts_cost_no_more_than_dealing_all_samples_out(preset: syntheti
     assert ours.moved_tokens < 0.15 < min(one.moved_samples for one in dealt)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_with_equal_counts_a_very_long_sample_moves_little_but_the_cheapest_to_its_rank(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(4, 16, 64 * 128)
+    lengths[1000] = 900  # as long as a rank's other samples together
+    costs = COST.of(lengths)
+    placed = assign(costs, even_source_rank(64), world_size=64, tokens=lengths, equal_counts=True)
+    assert placed.lower_bound > 1.05
+    assert placed.max_over_mean <= 1.005 * placed.lower_bound
+    assert placed.moved_tokens < 0.03
+
+
 @pytest.mark.parametrize(("ranks", "batch"), [(8, 8), (64, 16), (4, 3)])
 def test_with_few_samples_per_rank_it_is_never_worse_than_dealing_them_out(ranks: int, batch: int) -> None:
     for seed in range(10):

@@ -26,7 +26,7 @@ from freescale.balance.placement import (
     match_source_ranks,
     zigzag,
 )
-from freescale.balance.rebalance import RankLoads, equalize_counts, move_excess
+from freescale.balance.rebalance import RankLoads, equalize_counts, move_excess, trade_for_cheapest
 from freescale.balance.subset_swaps import return_to_source, swap_subsets
 
 Strategy = Literal["rebalance", "zigzag", "lpt"]
@@ -95,6 +95,8 @@ def _rebalance(problem: AssignmentProblem, *, tolerance: float) -> Ints:
         move_excess(loads)
         if problem.equal_counts:
             equalize_counts(loads)
+            if bound > problem.mean_time:  # because of long samples
+                trade_for_cheapest(loads)
         if not few and _is_good(problem, loads.rank, limit):
             return loads.rank
         swap_subsets(loads, size=2 if few else 1)

@@ -257,3 +257,43 @@ def equalize_counts(loads: RankLoads) -> None:
     vacant = np.repeat(np.arange(world_size), missing)
     turn = np.arange(len(vacant)) - np.searchsorted(vacant, vacant)
     loads.put(removed, vacant[np.lexsort((-loads.room[vacant], turn))])
+
+
+def trade_for_cheapest(loads: RankLoads) -> None:
+    """Swap samples of overloaded ranks, largest first, for the cheapest ones of ranks with room.
+
+    With equal counts, the rank of a very long sample can end in time only if its other samples are the cheapest.
+    """
+    costs, sizes, ascending = loads.costs, loads.sizes, loads.problem.ascending
+    for rank in np.argsort(loads.room, kind="stable")[: np.count_nonzero(loads.room < 0)]:
+        time.sleep(0)
+        holder = loads.rank[ascending]
+        own, others = ascending[holder == rank][::-1], ascending[loads.room[holder] > 0]
+        if not len(others):
+            return
+        own = own[costs[own] <= costs[others[0]] + loads.room.max()][: len(others)]
+        others = _roomiest_first(loads, others[costs[others] <= costs[others[len(own) - 1]]])[: len(own)]
+        donor, gain = loads.rank[others], costs[own] - costs[others]
+        fits = (gain > 0) & (_running_sums(donor, gain) <= loads.room[donor])
+        if loads.max_tokens < math.inf:
+            spare = loads.max_tokens - loads.tokens
+            fits &= _running_sums(donor, np.maximum(sizes[own] - sizes[others], 0)) <= spare[donor]
+        count = np.searchsorted(np.cumsum(gain[fits]), -loads.room[rank]) + 1
+        own, others, donor = own[fits][:count], others[fits][:count], donor[fits][:count]
+        loads.move(np.concatenate([own, others]), np.concatenate([donor, np.full(len(others), rank)]))
+
+
+def _roomiest_first(loads: RankLoads, samples: Ints) -> Ints:
+    """Order samples by cost, and those of equal cost rank by rank in turn, beginning with the rank with most room."""
+    rank = loads.rank[samples]
+    turn = _running_sums(rank, np.ones(len(samples)))
+    return samples[np.lexsort((-loads.room[rank], turn, loads.costs[samples]))]
+
+
+def _running_sums(group: Ints, values: Floats | Ints) -> Floats:
+    """Return at each position the sum of its group so far."""
+    order = np.argsort(group, kind="stable")
+    sums, begins = np.cumsum(values[order]), np.searchsorted(group[order], group[order])
+    running = np.empty(len(values))
+    running[order] = sums - sums[begins] + values[order][begins]
+    return running
