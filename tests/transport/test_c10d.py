@@ -139,7 +139,7 @@ def test_a_waiting_rank_notices_that_another_has_given_up() -> None:
         assert seconds < TIMEOUT / 2
         assert "rows failed on rank 0 of 2: every rank answers" in gave_up
         assert "gradients failed on rank 1 of 2: every rank answers" in noticed
-        assert "another rank has given up" in noticed
+        assert "given up because of rank 0: rows, " in noticed
     finally:
         started.close()
 

@@ -34,7 +34,7 @@ def named_by(store: dist.Store, ranks: int, failing: Sequence[int], *, late: Seq
     def ask(rank: int) -> list[int]:
         started.wait(30)
         time.sleep(base._GRACE_SECONDS / 2 if rank in late else 0.0)
-        return Peers(rank, ranks, store).unresponsive_ranks()
+        return Peers(rank, ranks, store).unresponsive_ranks("")
 
     with ThreadPoolExecutor(len(failing)) as pool:
         return [*pool.map(ask, failing)]

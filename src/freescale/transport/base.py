@@ -2,9 +2,10 @@
 
 Waits of the host have a timeout. GPU streams wait without one, so the host waits for completion before it reads what a
 transfer wrote.
-Finding unresponsive ranks costs nothing until a wait fails: the rank then sets its key in the store. Ranks that still
-wait poll the store, fail as well and set theirs. After a grace period, the first rank that failed looks up which ranks
-have no key and writes that into the store, so that the others ask for a few keys instead of those of all ranks.
+Finding unresponsive ranks costs nothing until a wait fails: the rank then sets its key in the store, and the first
+one writes what failed. Ranks that still wait poll the store, fail as well and set theirs. After a grace period, the
+first rank that failed looks up which ranks have no key and writes that into the store, so that the others ask for a
+few keys instead of those of all ranks.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -43,9 +45,10 @@ class Peers:
     store: dist.Store
 
     def raise_if_peer_failed(self) -> None:
-        """Raise if a wait of another rank failed."""
-        if call_with_timeout(lambda: self.store.check([_FAILED]), POLL_SECONDS):
-            raise RuntimeError("another rank has given up")
+        """Raise if a wait of another rank failed, with what failed first."""
+        first = call_with_timeout(lambda: self.store.get(_FAILED) if self.store.check([_FAILED]) else b"", POLL_SECONDS)
+        if first:
+            raise RuntimeError(f"given up because of {first.decode()}")
 
     def wait_until(self, is_completed: Callable[[], bool], seconds: float) -> None:
         """Poll a transfer of a device until it has completed; raise after so many seconds or if a peer failed."""
@@ -59,10 +62,11 @@ class Peers:
                 polled = now
             time.sleep(_DEVICE_POLL_SECONDS)
 
-    def unresponsive_ranks(self) -> list[int]:
+    def unresponsive_ranks(self, failure: str) -> list[int]:
         """Report a failure of this rank and return the ranks that report none within the grace period."""
-        for key in (_FAILED, *_keys([self.rank])):
-            self.store.set(key, "1")
+        if not self.store.check([_FAILED]):
+            self.store.set(_FAILED, f"rank {self.rank}: {failure}")
+        self.store.set(f"{_FAILED}/{self.rank}", "1")
         until, ranks = time.monotonic() + _GRACE_SECONDS, list(range(self.world_size))
         if self.store.add(_ASKED, 1) == 1:
             self._wait_for_reports(ranks, until)
@@ -98,7 +102,8 @@ class Peers:
     def transport_error(self, operation: str, error: Exception) -> TransportError:
         """Build the error of an operation that failed on this rank, with the ranks that do not respond."""
         try:
-            ranks = call_with_timeout(self.unresponsive_ranks, _GRACE_SECONDS + _STORE_SECONDS)
+            ask = partial(self.unresponsive_ranks, f"{operation}, {reason(error)}")
+            ranks = call_with_timeout(ask, _GRACE_SECONDS + _STORE_SECONDS)
             if ranks is None:
                 raise RuntimeError("the store does not answer")
             cause = f"ranks that do not answer: {', '.join(map(str, ranks))}" if ranks else "every rank answers"
