@@ -95,7 +95,7 @@ def _rebalance(problem: AssignmentProblem, *, tolerance: float) -> Ints:
         move_excess(loads)
         if problem.equal_counts:
             equalize_counts(loads)
-            if bound > problem.mean_time:  # because of long samples
+            if bound > problem.mean_time:  # a long sample sets the bound
                 trade_for_cheapest(loads)
         if not few and _is_good(problem, loads.rank, limit):
             return loads.rank

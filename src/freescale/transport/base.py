@@ -66,7 +66,7 @@ class Peers:
         """Report a failure of this rank and return the ranks that report none within the grace period."""
         if not self.store.check([_FAILED]):
             self.store.set(_FAILED, f"rank {self.rank}: {failure}")
-        self.store.set(f"{_FAILED}/{self.rank}", "1")
+        self.store.set(_keys([self.rank])[0], "1")
         until, ranks = time.monotonic() + _GRACE_SECONDS, list(range(self.world_size))
         if self.store.add(_ASKED, 1) == 1:
             self._wait_for_reports(ranks, until)
