@@ -1,105 +1,22 @@
 """BalancedLoader gives any DDP trainer the training result of the same samples on one rank."""
 
 import multiprocessing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import freescale as fs
 from freescale import log
-from freescale.errors import DataError, UsageError
+from freescale.errors import DataError
 from freescale.integrations.ddp import events_from_nested, nested_from_events
+from tests.support.ddp_training import BATCH, COST, EPOCHS, LENGTHS, Histories, Model, balanced, loader_of, padded
 from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
-
-SAMPLES, BATCH, EPOCHS, ITEMS = 90, 4, 2, 50
-COST = fs.Cost(token=20.0, pair=1.0)
-LENGTHS = np.minimum(np.random.default_rng(0).lognormal(2.0, 1.2, SAMPLES).astype(int) + 1, 60)
-
-
-class Histories(Dataset[dict[str, Tensor]]):
-    """What a sample holds follows from its number."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        items = (torch.arange(int(LENGTHS[index])) * 7 + index) % (ITEMS - 1) + 1
-        return {"number": torch.tensor(index), "item": items, "target": items.double().mean()}
-
-
-def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        "number": torch.stack([sample["number"] for sample in samples]),
-        "item": nn.utils.rnn.pad_sequence([sample["item"] for sample in samples], batch_first=True),
-        "length": torch.tensor([len(sample["item"]) for sample in samples]),
-        "target": torch.stack([sample["target"] for sample in samples]),
-    }
-
-
-@dataclass(frozen=True)
-class Jagged:
-    number: Tensor
-    events: fs.Events
-    target: Tensor
-    epoch: int = 3
-    loss_weight: Tensor | None = None
-
-
-def jagged(samples: list[dict[str, Tensor]]) -> Jagged:
-    lengths = torch.tensor([0, *(len(sample["item"]) for sample in samples)])
-    items = torch.cat([sample["item"] for sample in samples])
-    number, target = (torch.stack([sample[name] for sample in samples]) for name in ("number", "target"))
-    return Jagged(number, fs.Events(lengths.cumsum(0), {"item": items}), target)
-
-
-class Model(nn.Module):
-    """A loss for every sample, or for every event; padding and company do not change it."""
-
-    def __init__(self, per_event: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.per_event = per_event
-        self.items = nn.Embedding(ITEMS, 8, dtype=torch.float64)
-        self.look = nn.Linear(8, 8, dtype=torch.float64)
-        self.say = nn.Linear(8, 1, dtype=torch.float64)
-
-    def forward(self, batch: Any) -> Tensor:
-        if isinstance(batch, Jagged):
-            lengths, target = batch.events.lengths, batch.target
-            items = torch.zeros(len(lengths), max([0, *lengths.tolist()]), dtype=torch.int64)
-            items[torch.arange(items.shape[1]) < lengths[:, None]] = batch.events["item"]
-        else:
-            items, lengths, target = batch["item"], batch["length"], batch["target"]
-        held = torch.arange(items.shape[1]) < lengths[:, None]
-        rows = self.items(items) * held[..., None]
-        seen = rows + torch.tanh(self.look(rows.sum(1) / lengths.clamp(min=1)[:, None]))[:, None]
-        off = (self.say(seen)[..., 0] - target[:, None] / ITEMS).square() * held
-        return off.sum() if self.per_event else (off.sum(1) / lengths.clamp(min=1)).sum()
-
-
-def loader_of(world: World, kind: str, **more: Any) -> tuple[DataLoader[Any], Any]:
-    data = Histories()
-    sampler = DistributedSampler(data, world.ranks, world.rank, shuffle=True, seed=7)
-    collate = jagged if kind == "jagged" else padded
-    return DataLoader(data, BATCH, sampler=sampler, collate_fn=collate, **more), sampler
-
-
-def balanced(loader: Any, kind: str, per_event: bool, **more: Any) -> Any:
-    terms: dict[str, Any] = {"terms": lambda lengths: lengths} if per_event else {}
-    if kind == "jagged":
-        return fs.BalancedLoader(loader, lengths=lambda b: b.events.lengths, cost=COST, **terms, **more)
-    if kind == "placed":
-        return fs.BalancedLoader(loader, lengths=LENGTHS, cost=COST, **terms, **more)
-    names = {"item": 0}
-    return fs.BalancedLoader(loader, lengths=lambda b: b["length"], cost=COST, pad_values=names, **terms, **more)
 
 
 def of(batch: Any, name: str) -> Any:
@@ -315,87 +232,6 @@ def test_iteration_that_was_broken_off_begins_anew(groups: dict[int, Ranks], kin
         )
 
 
-def of_another_rank(world: World) -> str:
-    sampler = DistributedSampler(Histories(), 3, 0)
-    with pytest.raises(UsageError, match="rank 0 of 3, but this is rank") as caught:
-        balanced(DataLoader(Histories(), BATCH, sampler=sampler, collate_fn=padded), "placed", False)
-    return str(caught.value)
-
-
-def test_a_sampler_of_other_ranks_is_refused(groups: dict[int, Ranks]) -> None:
-    assert all("remedy" in said for said in groups[2].run(of_another_rank))
-
-
-def test_a_loader_made_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="init_process_group"):
-        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=COST)
-
-
-def refused(world: World, kind: str) -> str:
-    data = Histories()
-    batch: Any = padded([data[number] for number in (world.rank, world.rank + 2)])
-    given: dict[str, Any] = {"lengths": lambda b: b["length"], "pad_values": {"item": 0}}
-    if kind == "not named as padded":
-        given["pad_values"] = {}
-    if kind == "a tuple":
-        batch = tuple(batch.values())
-        given |= {"lengths": lambda b: b[2], "pad_values": {"1": 0}}
-    if kind == "a tuple of padded tensors":
-        batch = tuple(batch.values())
-        given |= {"lengths": lambda b: b[2], "pad_values": {}}
-    if kind == "nested":
-        item = torch.nested.nested_tensor([data[n]["item"] for n in (world.rank, world.rank + 2)], layout=torch.jagged)
-        batch["features"] = {"item": item}
-    if kind == "two lengths per sample":
-        given["lengths"] = lambda b: b["length"][:, None]
-    if kind == "shorter than its length":
-        given["lengths"] = lambda b: b["length"] + 100
-    if kind == "no row per sample":
-        batch["temperature"] = torch.tensor([1.0, 2.0, 3.0])
-    if kind == "padded on the left":
-        batch["item"] = batch["item"].flip(1)
-    if kind == "words of each sample":
-        batch["user"] = ["anna", "bert"]
-    if kind == "an array":
-        batch["user"] = np.arange(2)
-    if kind == "no such tensor":
-        given["pad_values"] = {"itme": 0}
-    if kind == "a weight of its own":
-        batch["loss_weight"] = torch.ones(2)
-    if kind == "no order":
-        given["lengths"] = LENGTHS
-    try:
-        list(fs.BalancedLoader([batch], cost=COST, **given))
-    except (DataError, UsageError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("not named as padded", "/sample.item: int64["),
-        ("a tuple", "a dict, or a dataclass"),
-        ("a tuple of padded tensors", "a batch of type tuple has no place for its loss weight"),
-        ("nested", "events_from_nested({'item': tensor})"),
-        ("two lengths per sample", "one integer per sample"),
-        ("shorter than its length", "leave it out of pad_values"),
-        ("no row per sample", "'temperature' of a batch of 2 samples has the shape [3]"),
-        ("padded on the left", "leave it out of pad_values: whole rows move then"),
-        ("words of each sample", "'user' of a batch is of type list, which cannot move"),
-        ("an array", "'user' of a batch is of type ndarray"),
-        ("no such tensor", "itme"),
-        ("a weight of its own", "has a 'loss_weight' already"),
-        ("no order", "DistributedSampler"),
-    ],
-)
-def test_what_cannot_be_balanced_is_refused_with_the_reason(groups: dict[int, Ranks], kind: str, said: str) -> None:
-    for message in groups[2].run(refused, kind):
-        assert said in message
-        assert "remedy" in message
-
-
 def with_lengths_of(world: World, convert: str) -> list[list[int]]:
     """The samples of each step, where the function of the lengths returns a tensor, an array or a list."""
     converters: dict[str, Any] = {"tensor": lambda x: x, "array": lambda x: x.numpy(), "list": lambda x: x.tolist()}
@@ -409,26 +245,6 @@ def test_lengths_of_a_batch_may_be_a_tensor_an_array_or_a_list(groups: dict[int,
     expected = groups[world_size].run(with_lengths_of, "tensor")
     assert groups[world_size].run(with_lengths_of, "array") == expected
     assert groups[world_size].run(with_lengths_of, "list") == expected
-
-
-@pytest.mark.parametrize("cost", [fs.Cost(), fs.Cost(sample=-1.0, token=1.0)])
-def test_a_cost_that_balances_nothing_is_refused(cost: fs.Cost) -> None:
-    with pytest.raises(UsageError, match="not all are 0") as caught:
-        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=cost)
-    assert "fs.Cost(token=1.0)" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"compute": "padded", "equal_counts": True}, "leave out equal_counts"),
-        ({"compute": "dense"}, "use 'padded' for a model that pads"),
-    ],
-)
-def test_a_compute_model_that_does_not_fit_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        fs.BalancedLoader([], lengths=lambda b: b["length"], cost=COST, **wrong)
-    assert said in str(caught.value)
 
 
 def whole_rows(world: World) -> list[tuple[list[int], list[int]]]:

@@ -137,11 +137,12 @@ def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, envi
         vgpu.install(os.path.dirname(point.file), index=rank, count=ranks)
         backend = "vccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    world = World(rank, ranks, store)
     gc.collect()
     gc.freeze()  # what was imported: it is not collected after every task
     while (task := pipe.recv()) is not None:
         number, function, arguments = task
+        # A transfer that an earlier task left behind may still fail, and reports that to the store of its task.
+        world = World(rank, ranks, dist.PrefixStore(f"task {number}", store))
         try:
             pipe.send((number, True, function(world, *arguments)))
         except Exception:

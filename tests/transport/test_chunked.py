@@ -98,7 +98,6 @@ def yields(world: World, transfer: str) -> list[bool]:
         else:
             transport.all_to_all(torch.ones(1000), [500, 500], [500, 500], name="deferred")
 
-    world.store.delete_key("deferred has had its chance")
     plain.sum(0, name="both are here")
     if world.rank == 0:
         transport.add_tracer(on_chunk)

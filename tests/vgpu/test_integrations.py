@@ -18,7 +18,7 @@ from freescale.bubbles.records import read_intervals
 from freescale.bubbles.summary import summarize
 from freescale.config import TransportConfig
 from freescale.integrations.pipeline import PrioritizedEmbeddingCollection
-from tests.integrations import test_ddp as ddp
+from tests.support import ddp_training as ddp
 from tests.support.ranks import Ranks, World
 from tests.support.torchrec_model import Batch, UserModel, batches, outputs, sharded
 from tests.support.training import joined
