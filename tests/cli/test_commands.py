@@ -85,6 +85,15 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", [["--version"], ["train", "--help"], ["trian"]])
+def test_ctrl_c_while_the_process_ends_prints_no_traceback(words: list[str]) -> None:
+    pressed = "import atexit, os, sys; atexit.register(os.kill, os.getpid(), 2)"
+    program = f"{pressed}; from freescale.cli.main import main; sys.exit(main())"
+    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert ended.returncode == (2 if words == ["trian"] else 0)
+    assert "KeyboardInterrupt" not in ended.stderr
+
+
 def test_stats_match_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [1 + i % 50 for i in range(500)]
     table = histories(lengths, items=40)

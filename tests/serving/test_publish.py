@@ -185,6 +185,7 @@ def test_a_version_that_was_not_finished_is_not_read(published: History, copy: P
     assert np.isfinite(follower.model.recommend([REQUEST], k=5)[0]["score"]).all()
 
 
+@pytest.mark.quiet
 def test_the_http_example_answers_at_a_share_of_its_maximum_while_versions_change(
     published: History, tmp_path: Path
 ) -> None:

@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # A rank has a handler already, which sends its records to the agent for deduplication.
     with contextlib.nullcontext() if logger.handlers else handled_by(ConsoleHandler()):
-        return _run(words)
+        return _run(words, is_program=argv is None)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], *, is_program: bool) -> int:
     try:
         with session(), _interrupted_by_sigterm():
             return _dispatch(words)
@@ -81,6 +81,9 @@ def _run(words: list[str]) -> int:
         storage_error = StorageError.from_os_error(error)
         logger.error("%s", storage_error)
         return storage_error.exit_code
+    finally:
+        if is_program:  # the process ends; Ctrl-C meanwhile would print a traceback from the cleanup of torch
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
