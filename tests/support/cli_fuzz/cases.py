@@ -100,5 +100,5 @@ def _circumstances(name: str, rng: Random) -> Circumstances:
     if what < 0.03:
         return Circumstances(full_stdout=True)
     if what < 0.045 and name in ("train", "data synth", "data import", "evaluate", "predict", "simulate"):
-        return Circumstances(interrupt_after=rng.uniform(0.5, 4.0))
+        return Circumstances(interrupt_after=rng.uniform(0.1, 1.0))
     return Circumstances()
