@@ -141,7 +141,7 @@ def _serve(rank: int, ranks: int, point: RendezvousPoint, pipe: Connection, envi
     gc.freeze()  # what was imported: it is not collected after every task
     while (task := pipe.recv()) is not None:
         number, function, arguments = task
-        # A transfer that an earlier task left behind may still fail, and reports that to the store of its task.
+        # Keys of its own: a failure that another task has reported would end the waits of this one.
         world = World(rank, ranks, dist.PrefixStore(f"task {number}", store))
         try:
             pipe.send((number, True, function(world, *arguments)))
