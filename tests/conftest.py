@@ -18,7 +18,7 @@ from tests.support.warm_python import WarmPython
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
-_LONGEST = {"benchmarks", "test_faults.py", "test_train.py", "test_docs.py", "test_resume.py"}
+_LONGEST = ("test_fuzz_cli.py", "benchmarks", "test_faults.py", "test_train.py", "test_docs.py", "test_resume.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-    items.sort(key=lambda item: not _LONGEST & {item.path.name, item.path.parent.name})
+    items.sort(key=lambda item: _place({item.path.name, item.path.parent.name}))
+
+
+def _place(names: set[str]) -> int:
+    return next((place for place, name in enumerate(_LONGEST) if name in names), len(_LONGEST))
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
