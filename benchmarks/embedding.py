@@ -4,10 +4,9 @@
 
 Two hosts (network namespaces) with a shaped link, one rank each, one and the same TorchRec model. Four ways to train
 it take turns over the same batches: TorchRec's plain loop, its SparseDist pipeline, our loop with distinct ids, one
-thing after another, and prioritized; then the plain loop again, as the floor. Exposed time is the ledger's. First it is
-told how long urgent traffic takes while 64 MB that may wait are on their way. Then all train on ids of which 4% are in
-the batch before too, on `production` popularity, and on shares from 0 to 50%, on emulated compute; last with real
-compute.
+thing after another, and prioritized; then the plain loop again, as the floor. Exposed time is the ledger's. All train
+on ids of which 4% are in the batch before too, on `production` popularity, and on shares from 0 to 50%, on emulated
+compute; last with real compute.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import os
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +48,7 @@ from freescale.data import synthetic
 from freescale.data.order import Permutation, derive_key
 from freescale.integrations.pipeline import PrioritizedPipeline
 from freescale.integrations.torchrec import PrioritizedEmbeddingSharder
-from freescale.transport.chunked import CHUNK_BYTES, ChunkedTransport
-from freescale.transport.world import World, clone_group
+from freescale.transport.world import World
 from processes import on_ranks
 from record import save
 
@@ -150,7 +147,7 @@ class Computing:
 
 
 class Dense(nn.Module):
-    """The dense part of somebody's model."""
+    """The dense part of a user's model."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -161,8 +158,8 @@ class Dense(nn.Module):
         return self._scene.compute(self.layers, rows)
 
 
-class Somebody(nn.Module):
-    """Somebody's model: rows of three features over two tables, and a dense part."""
+class UserModel(nn.Module):
+    """A user's model: rows of three features over two tables, and a dense part."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -214,7 +211,7 @@ class Way:
         self._bubbles = PausableProfiler(folder, steps=0, every=scene.steps, timeout=120.0)
         fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01}
         kind = PrioritizedEmbeddingSharder if name in (SERIAL, PRIORITIZED) else EmbeddingCollectionSharder
-        self._model = sharded(Somebody(scene), kind(fused_params=fused), world)
+        self._model = sharded(UserModel(scene), kind(fused_params=fused), world)
         dense = [p for n, p in self._model.named_parameters() if "rows." not in n]
         self._optimizer = torch.optim.SGD(dense, lr=1e-3)
         self._pipeline: Any = None
@@ -360,8 +357,8 @@ def train_in_turns(world: World, options: argparse.Namespace, folder: Path) -> l
     return results
 
 
-def linear_law(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Exposed time over the share of shared ids, as a line; and what it foretells for `production` popularity."""
+def linear_fit(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Exposed time over the share of shared ids, as a line; and what it predicts for `production` popularity."""
     swept = [result for result in results if "swept" in result["ids"]]
     share, exposed_ms = (
         np.array([result[name] for result in swept]) for name in ("collisions", "prioritized_exposed_ms")
@@ -374,49 +371,8 @@ def linear_law(results: list[dict[str, Any]]) -> dict[str, Any]:
         "base_ms": round(float(base), 2),
         "ms_per_percent": round(float(slope) / 100, 3),
         "r_squared": round(1 - float((off**2).sum() / ((exposed_ms - exposed_ms.mean()) ** 2).sum()), 4),
-        "production_foretold_ms": round(float(base + part * popular["collisions"] * popular["serial_exposed_ms"]), 2),
+        "production_predicted_ms": round(float(base + part * popular["collisions"] * popular["serial_exposed_ms"]), 2),
         "production_measured_ms": popular["prioritized_exposed_ms"],
-    }
-
-
-def overtaking(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of an urgent exchange: alone, and while deferred ones are on their way in three ways."""
-    urgent = world.transport
-    other = clone_group(urgent)
-    small = torch.zeros(options.urgent_bytes // 4 // RANKS * RANKS)
-    large = torch.zeros(options.deferred_bytes // 4 // RANKS * RANKS)
-
-    def exchange(transport: Any, values: Tensor) -> None:
-        halves = [len(values) // RANKS] * RANKS
-        transport.all_to_all(values, halves, halves, name="bytes").wait()
-
-    def timed() -> int:
-        began = time.perf_counter_ns()
-        exchange(urgent, small)
-        return time.perf_counter_ns() - began
-
-    def while_deferred(transport: Any) -> int:
-        thread = threading.Thread(target=exchange, args=(transport, large))
-        thread.start()
-        time.sleep(0.05)
-        took = timed()
-        thread.join()
-        return took
-
-    def median(function: Callable[..., int], *words: Any) -> float:
-        """Of several times; each ends when the last rank has what it waits for."""
-        took = [urgent.max(function(*words), name="nanoseconds") for _ in range(options.repeats)]
-        return round(statistics.median(took) / 1e6, 2)
-
-    exchange(other, small)
-    return {
-        "urgent_kb": options.urgent_bytes // 1024,
-        "deferred_mb": options.deferred_bytes >> 20,
-        "alone_ms": median(timed),
-        "one_group_ms": median(while_deferred, urgent),
-        "two_groups_ms": median(while_deferred, other),
-        "yielding_ms": median(while_deferred, ChunkedTransport(other, urgent=urgent)),
-        "a_piece_ms": round(1e3 * CHUNK_BYTES["cpu"] / RANKS * 8 / (options.fast_mbit * 1e6), 2),
     }
 
 
@@ -430,22 +386,15 @@ def main() -> None:
     parser.add_argument("--sweep", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     parser.add_argument("--sweep-turns", type=int, default=3)
     parser.add_argument("--mbit", type=float, default=200, help="of the link between the hosts")
-    parser.add_argument("--fast-mbit", type=float, default=2000, help="of the link that urgent traffic is timed on")
-    parser.add_argument("--urgent-bytes", type=int, default=256 << 10)
-    parser.add_argument("--deferred-bytes", type=int, default=64 << 20)
-    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with lab(RANKS) as hosts, tempfile.TemporaryDirectory() as folder:
-        hosts.shape(options.fast_mbit)
-        overtakes = on_ranks(overtaking, RANKS, options, lab=hosts)
-        print(json.dumps(overtakes), flush=True)
         hosts.shape(options.mbit)
         results = on_ranks(train_in_turns, RANKS, options, Path(folder), lab=hosts)
-    results.append({"linear_law": linear_law(results)})
+    results.append({"linear_fit": linear_fit(results)})
     for result in results:
         print(json.dumps(result))
-    save(options.out, [{"overtaking": overtakes}, *results])
+    save(options.out, results)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ def streaming(rows: list[Any]) -> Figure:
 def embedding(results: list[Any]) -> Figure:
     swept = [result for result in results if "swept" in result.get("ids", "")]
     share = [100 * result["collisions"] for result in swept]
-    law = results[-1]["linear_law"]
+    line = results[-1]["linear_fit"]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     plain = [result["torchrec_exposed_ms"] for result in swept]
     axes.plot(share, plain, "o-", color="#d1495b", label="TorchRec's plain loop")
     ours = [result["prioritized_exposed_ms"] for result in swept]
     axes.plot(share, ours, "o", color="#1b6ca8", label="prioritized")
-    line = [law["base_ms"] + law["ms_per_percent"] * percent for percent in share]
-    axes.plot(share, line, "--", color="#1b6ca8", label=f"a line, R² = {law['r_squared']}")
+    fitted = [line["base_ms"] + line["ms_per_percent"] * percent for percent in share]
+    axes.plot(share, fitted, "--", color="#1b6ca8", label=f"linear fit, R² = {line['r_squared']}")
     axes.set(xlabel="ids that the batch before has too, %", ylabel="exposed per step, ms", ylim=(0, None))
     axes.legend()
     return figure

@@ -13,6 +13,8 @@ import pytest
 from freescale.balance.assign import tolerance_curve
 from freescale.balance.cost import Cost
 from freescale.cli.main import COMMANDS, main
+from freescale.errors import INTERRUPTED
+from freescale.log import logger
 from tests.support.datasets import histories, write_dataset
 
 
@@ -92,6 +94,14 @@ def test_ctrl_c_while_the_process_ends_prints_no_traceback(words: list[str]) -> 
     ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
     assert ended.returncode == (2 if words == ["trian"] else 0)
     assert "KeyboardInterrupt" not in ended.stderr
+
+
+def test_ctrl_c_while_an_error_is_printed_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logger, "error", pressed)
+    assert main(["trian"]) == INTERRUPTED
 
 
 def test_stats_match_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

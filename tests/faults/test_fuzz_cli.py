@@ -42,7 +42,8 @@ def test_random_commands_end_with_a_result_or_an_error_of_ours(world: Path, runn
 
 
 def _told(outcome: Outcome) -> str:
-    return f"case {outcome.case.number}: {outcome.faults}\n  {outcome.command}\n  {outcome.case.damages}"
+    said = outcome.reply.err[-3000:]
+    return f"case {outcome.case.number}: {outcome.faults}\n  {outcome.command}\n  {outcome.case.damages}\n{said}"
 
 
 def test_every_command_is_among_the_cases_and_a_case_follows_from_its_number(world: Path) -> None:

@@ -63,15 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], *, is_program: bool) -> int:
     try:
+        return _dispatch_or_explain(words)
+    except KeyboardInterrupt:
+        logger.info("interrupted")
+        eval("None")  # else CPython exits by SIGINT if the exception passed through `exec` of a string, as in an import
+        return INTERRUPTED
+    finally:
+        if is_program:  # the process ends; Ctrl-C meanwhile would print a traceback from the cleanup of torch
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _dispatch_or_explain(words: list[str]) -> int:
+    """Run the command; print an error of ours, and return its exit code."""
+    try:
         with session(), _interrupted_by_sigterm():
             return _dispatch(words)
     except FreeScaleError as error:
         logger.error("%s", error)
         return error.exit_code
-    except KeyboardInterrupt:
-        logger.info("interrupted")
-        eval("None")  # else CPython exits by SIGINT if the exception passed through `exec` of a string, as in an import
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -81,9 +90,6 @@ def _run(words: list[str], *, is_program: bool) -> int:
         storage_error = StorageError.from_os_error(error)
         logger.error("%s", storage_error)
         return storage_error.exit_code
-    finally:
-        if is_program:  # the process ends; Ctrl-C meanwhile would print a traceback from the cleanup of torch
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
