@@ -177,7 +177,7 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
             write_feature_log(place / name, "yambda", users=users, catalogue=200, seed=seed, shorter=100)
         found["planted_auc"] = planted_auc(place / "test", "label_full_listen")
         for ranks in options.ranks:
-            config = small_recipe(RECIPES["dlrm-v4"], place)
+            config = small_recipe(RECIPES["dlrm-v4"], place, rows=min(_ROWS, 32 * options.users))
             save_config(config, place / f"{ranks}.toml")
             out = place / f"run-{ranks}"
             command = [sys.executable, "-m", "freescale", "train", str(place / f"{ranks}.toml"), "--nproc", str(ranks)]
@@ -187,21 +187,18 @@ def measure_planted(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def small_recipe(recipe: Any, place: Path) -> Any:
+def small_recipe(recipe: Any, place: Path, *, rows: int) -> Any:
     """The recipe for a log of some thousand users: smaller tables, and the features that the planted signal needs.
 
     One epoch, as in the reference: the crosses with the user would remember the labels of a first epoch in a second.
     """
     from freescale.config import FeatureConfig
 
-    features = {
-        name: replace(feature, rows=min(feature.rows, _ROWS) if feature.rows else 0)
-        for name, feature in recipe.features.items()
-    }
+    features = {name: replace(feature, rows=min(feature.rows, rows)) for name, feature in recipe.features.items()}
     features |= {name: FeatureConfig(scope="user") for name in ("region", "subscription")}
     features["device"] = FeatureConfig(column="device_type", scope="context")
     for first, second in (("region", "artist"), ("subscription", "device")):
-        cross = FeatureConfig(scope="context", kind="cross", cross=(first, second), rows=_ROWS)
+        cross = FeatureConfig(scope="context", kind="cross", cross=(first, second), rows=rows)
         features[f"{first}_x_{second}"] = cross
     return replace(
         recipe,

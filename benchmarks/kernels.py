@@ -259,7 +259,7 @@ def counted(preset: synthetic.Preset, share: float, *, shape: Shape, targets: in
     work = attention_schedule(layout.spans, layout.limits, *shape, 2 * H100_PROCESSORS // heads)
     sides = {"forward": work.rows, "backward_rows": work.rows, "backward_columns": work.columns}
     tiles = {name: int(load(side).sum()) for name, side in sides.items()}
-    rows, columns = (visible_tiles(layout, shape, by_row=by_row) for by_row in (True, False))
+    rows, columns = visible_tiles(layout, shape)
     least = {"forward": rows, "backward_rows": rows, "backward_columns": columns}
     blocks = int((split_into_blocks(layout.spans, layout.limits, block=block, tile=tile).rows.count > 0).sum())
     token = width * heads * 2
@@ -284,16 +284,22 @@ def counted(preset: synthetic.Preset, share: float, *, shape: Shape, targets: in
     }
 
 
-def visible_tiles(layout: JaggedLayout, shape: Shape, *, by_row: bool) -> int:
-    """Count the tiles in which some query sees some key, pair by pair."""
-    count = 0
+def visible_tiles(layout: JaggedLayout, shape: Shape) -> tuple[int, int]:
+    """Count the tiles in which some query sees some key, pair by pair: of blocks of queries, and of blocks of keys."""
+    (block, tile), rows, columns = shape, 0, 0
     for first, length, _ in layout.spans.tolist():
-        places = torch.arange(-(-length // shape[0]) * shape[0])
-        limits = F.pad(layout.limits[first : first + length], (0, len(places) - length))
-        seen = is_visible(places[:, None], places[None, :], limits[:, None]) & (places[:, None] < length)
-        seen = seen if by_row else seen.T
-        count += int(seen.unflatten(0, (-1, shape[0])).unflatten(2, (-1, shape[1])).any(3).any(1).sum())
-    return count
+        places = torch.arange(-(-length // block) * block, dtype=torch.int32)
+        limits = F.pad(layout.limits[first : first + length], (0, len(places) - length)).int()
+        seen = is_visible(places[:, None], places[None, :], limits[:, None])
+        seen[length:] = False
+        rows += nonempty_tiles(seen, block, tile)
+        columns += nonempty_tiles(seen, tile, block)
+    return rows, columns
+
+
+def nonempty_tiles(seen: torch.Tensor, height: int, width: int) -> int:
+    words = seen.view(torch.int64) != 0  # eight keys each
+    return int(words.unflatten(0, (-1, height)).unflatten(2, (-1, width // 8)).any(3).any(1).sum())
 
 
 def main() -> None:

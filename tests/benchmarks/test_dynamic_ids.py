@@ -26,9 +26,9 @@ def test_a_large_table_is_filled_saved_and_resumed(tmp_path: Path, measure: Meas
     assert result["stored_bytes_per_slot"] <= 24
 
 
-def test_steps_with_dynamic_ids_are_compared_with_those_of_a_vocabulary(measure_alone: Measure) -> None:
+def test_steps_with_dynamic_ids_are_compared_with_those_of_a_vocabulary(measure: Measure) -> None:
     options = ["--ranks", "1", "--rounds", "2", "--steps", "2", "--sessions", "20", "--items", "200", "--samples", "16"]
-    wall, cpu = measure_alone("dynamic_step.py", *options)
+    wall, cpu = measure("dynamic_step.py", *options)
     assert (wall["clock"], cpu["clock"]) == ("wall", "cpu")
     for result in (wall, cpu):
         least, ratio, most = result["over_vocabulary"]["dynamic"]
@@ -38,10 +38,10 @@ def test_steps_with_dynamic_ids_are_compared_with_those_of_a_vocabulary(measure_
 
 def test_tables_of_a_changing_catalogue_are_compared_by_their_hit_rate(tmp_path: Path, measure: Measure) -> None:
     rng = np.random.default_rng(0)
-    minute = np.sort(rng.integers(0, 60 * 24 * 60, 6000))
-    log = np.stack([rng.integers(0, 60, 6000), rng.integers(0, 200, 6000), minute], axis=1).astype(np.int32)
+    minute = np.sort(rng.integers(0, 60 * 24 * 60, 3000))
+    log = np.stack([rng.integers(0, 60, 3000), rng.integers(0, 200, 3000), minute], axis=1).astype(np.int32)
     np.save(tmp_path / "places.npy", log)
-    options = ["--seeds", "1", "--items", "100", "--sessions", "20", "--foursquare", tmp_path / "places.npy"]
+    options = ["--seeds", "1", "--items", "60", "--sessions", "12", "--foursquare", tmp_path / "places.npy"]
     for result in measure("dynamic_quality.py", *options):
         assert result["hr@10"].keys() == {"dynamic", "hashed", "fixed"}
         assert result["held_out_sessions"] > 10

@@ -88,8 +88,8 @@ def test_anchors_have_the_gradients_of_separate_samples_in_a_fraction_of_their_t
     assert result["time_ratio"][0] < 0.3  # of CPU time, beside other tests
 
 
-def test_the_small_recipe_of_dlrm_v4_trains_with_every_technique(measure_alone: Measure) -> None:
-    (result,) = measure_alone("features.py", "planted", "--ranks", "2", "--users", "160")
+def test_the_small_recipe_of_dlrm_v4_trains_with_every_technique(measure: Measure) -> None:
+    (result,) = measure("features.py", "planted", "--ranks", "2", "--users", "160")
     assert 0.75 < result["planted_auc"] < 0.9  # of 30 users
     assert 0.4 < result["2 ranks"]["auc/label_full_listen"] < result["planted_auc"]
 

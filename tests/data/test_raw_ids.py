@@ -83,7 +83,7 @@ def test_a_model_of_raw_ids_is_trained_and_recommends_their_keys(
 ) -> None:
     write_log(tmp_path / "log.csv", [f"song {i}" for i in range(60)], 0)
     import_log(tmp_path / "log.csv", tmp_path / "data", "--raw-ids", "item_id")
-    config = override(RECIPES["tiny"], ["--data.path", str(tmp_path / "data"), "--train.epochs", "1"])
+    config = override(RECIPES["tiny"], ["--data.path", str(tmp_path / "data"), "--train.max_steps", "4"])
     save(config, tmp_path / "fixed.toml")
     assert main(["train", str(tmp_path / "fixed.toml"), "--out", str(tmp_path / "none")]) != 0
     assert "holds raw ids of items, which need a dynamic table" in capsys.readouterr().err

@@ -25,17 +25,17 @@ from tests.support.datasets import lists, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, joined, same, small
 
-SLOTS = 128
+SLOTS, USERS = 128, 96
 
 
 def write_catalogue(path: Path) -> Path:
     """Write a log in whose order items come and go: more than there are slots, some in every step."""
     rng = np.random.default_rng(1)
-    lengths = rng.choice([2, 3, 5, 8, 20], 144).tolist()
-    total, user = sum(lengths), np.repeat(np.arange(144), lengths)
+    lengths = rng.choice([2, 3, 5, 8, 20], USERS).tolist()
+    total, user = sum(lengths), np.repeat(np.arange(USERS), lengths)
     item = (rng.integers(0, 30, total) + 5 * user) * 0x9E3779B97F4A7
     columns = {"item_id": lists(lengths, item), "timestamp": lists(lengths, 1_000_000 + 500 * np.arange(total))}
-    write_dataset(path, pa.table({"user_id": pa.array(np.arange(144)), **columns}), rows_per_group=4)
+    write_dataset(path, pa.table({"user_id": pa.array(np.arange(USERS)), **columns}), rows_per_group=4)
     return path
 
 
@@ -56,15 +56,29 @@ def slots(arrays: Arrays) -> Arrays:
     return {name: array for name, array in arrays.items() if name.startswith("item.") and name != "item.sum"}
 
 
-@pytest.mark.parametrize(("eviction", "admit_after"), [("lru", 1), ("ttl", 1), ("lfu", 2)])
+@pytest.fixture(scope="module")
+def finished(
+    groups: dict[int, Ranks], catalogue: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Arrays]:
+    """A run on two ranks, and what they hold."""
+    run, config = tmp_path_factory.mktemp("finished"), dynamic_items(catalogue)
+    arrays = pieces([groups[2]], config, run, [])
+    save(config, run / "config.toml")
+    return run, arrays
+
+
+@pytest.mark.parametrize(
+    ("eviction", "admit_after"),
+    [("lfu", 2), *(pytest.param(*policy, marks=pytest.mark.whole) for policy in (("lru", 1), ("ttl", 1)))],
+)
 def test_slots_and_rows_do_not_depend_on_the_world_size_and_the_schedule(
-    groups: dict[int, Ranks], catalogue: Path, tmp_path: Path, eviction: str, admit_after: int
+    groups: dict[int, Ranks], catalogue: Path, tmp_path: Path, eviction: str, admit_after: int, whole_form: bool
 ) -> None:
     config = dynamic_items(catalogue, eviction=eviction, admit_after=admit_after)
     serial = replace(config, tables=replace(config.tables, overlap="off"))
     alone = pieces([groups[1]], serial, tmp_path / "serial", [])
     assert (alone["item.ids"] != EMPTY).sum() > 100
-    for count in (1, 2, 4):
+    for count in (1, 2, 4) if whole_form else (2,):
         other = pieces([groups[count]], config, tmp_path / f"{count}", [])
         assert same(slots(alone), slots(other)), count
         assert apart(alone, other) < 1e-9, count
@@ -76,14 +90,20 @@ def test_overlapped_and_serial_steps_agree_bitwise(groups: dict[int, Ranks], cat
     assert same(*(pieces([groups[2]], c, tmp_path / n, []) for c, n in ((config, "overlapped"), (serial, "serial"))))
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("overlap", ["on", pytest.param("off", marks=pytest.mark.whole)])
 def test_a_run_resumes_bitwise_and_on_other_world_sizes(
-    groups: dict[int, Ranks], catalogue: Path, tmp_path: Path, overlap: str
+    groups: dict[int, Ranks],
+    catalogue: Path,
+    tmp_path: Path,
+    overlap: str,
+    finished: tuple[Path, Arrays],
+    whole_form: bool,
 ) -> None:
-    config = dynamic_items(catalogue, tables={"overlap": overlap})
-    once = pieces([groups[2]], config, tmp_path / "once", [])
-    assert same(once, pieces([groups[2]] * 3, config, tmp_path / "again", [5, 9]))
-    other = pieces([groups[4], groups[2], groups[1]], config, tmp_path / "other", [7, 15])
+    config, (_, once) = dynamic_items(catalogue, tables={"overlap": overlap}), finished
+    stops, others = ([5, 9], [5, 11]) if whole_form else ([7], [9])
+    assert same(once, pieces([groups[2]] * (len(stops) + 1), config, tmp_path / "again", stops))
+    sizes = (groups[4], groups[2], groups[1]) if whole_form else (groups[4], groups[1])
+    other = pieces(sizes, config, tmp_path / "other", others)
     assert same(slots(once), slots(other))
     assert apart(once, other) < 1e-9
 
@@ -127,17 +147,15 @@ def identified(world: World, run: str, requests: list[int]) -> NDArray[Any]:
     return trained.sharded.module.identify_items(torch.tensor(requests)).numpy()
 
 
-def test_ids_and_slots_identify_each_other(groups: dict[int, Ranks], catalogue: Path, tmp_path: Path) -> None:
-    config = dynamic_items(catalogue)
-    arrays = pieces([groups[2]], config, tmp_path / "run", [])
-    save(config, tmp_path / "run" / "config.toml")
+def test_ids_and_slots_identify_each_other(groups: dict[int, Ranks], finished: tuple[Path, Arrays]) -> None:
+    run, arrays = finished
     layout, ids = BucketLayout.of(SLOTS), arrays["item.ids"].reshape(-1)
     numbers = np.arange(SLOTS)
     by_number = ids[layout.slot_row(torch.from_numpy(numbers)).numpy()]
     live = by_number != EMPTY
-    for found in groups[2].run(identified, str(tmp_path / "run"), [*(FIRST_SLOT - numbers).tolist(), 5]):
+    for found in groups[2].run(identified, str(run), [*(FIRST_SLOT - numbers).tolist(), 5]):
         assert np.array_equal(found, [*by_number, EMPTY])
-    for found in groups[2].run(identified, str(tmp_path / "run"), by_number[live].tolist()):
+    for found in groups[2].run(identified, str(run), by_number[live].tolist()):
         assert np.array_equal(found, numbers[live])
 
 

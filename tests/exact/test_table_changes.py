@@ -103,6 +103,7 @@ def test_a_grown_table_is_the_same_on_any_world_size(
         assert np.array_equal(found, alone["artist"][ids])
 
 
+@pytest.mark.whole
 def test_growing_changes_no_row_where_none_is_evicted(groups: dict[int, Ranks], drifting: Path, tmp_path: Path) -> None:
     before, after = (with_rows(dynamic(drifting, eviction="none"), 64 * slots) for slots in (40, 80))
     grown = changed(groups, (2, 2), (before, after), tmp_path / "grown")
@@ -114,7 +115,9 @@ def ranking(path: Path, **features: FeatureConfig) -> RunConfig:
     return replace(small(path, task={"kind": "ranking", "labels": ("label_click",)}), features=features)
 
 
-@pytest.mark.parametrize("counts", [(2, 1), (1, 2), pytest.param((2, 4), marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "counts", [(2, 1), *(pytest.param(counts, marks=pytest.mark.whole) for counts in ((1, 2), (2, 4)))]
+)
 def test_a_vocabulary_that_becomes_dynamic_keeps_its_rows_and_trains_as_before(
     groups: dict[int, Ranks], genres: Path, tmp_path: Path, counts: tuple[int, int]
 ) -> None:

@@ -29,6 +29,7 @@ def trained(world: World, data: str, folder: str) -> tuple[list[float], dict[str
     return [line["loss"] for line in lines if line["kind"] == "train"], slots, reports
 
 
+@pytest.mark.whole  # in the gate, steps of dynamic ids within the limits of launches
 def test_dynamic_items_train_as_on_the_cpu(gpus: Ranks, groups: dict[int, Ranks], tmp_path: Path) -> None:
     log = str(write_catalogue(tmp_path / "data"))
     on_cpu = groups[2].run(trained, log, str(tmp_path / "cpu"))
