@@ -88,7 +88,7 @@ def test_what_is_served_agrees_with_the_files_of_the_run(groups: dict[int, Ranks
     assert found["cause_seconds", "forward", "compute"] == pytest.approx(means["forward"] / 1e3, abs=1e-7)
     causes = [value for key, value in found.items() if key[0] == "cause_seconds"]
     assert sum(causes) == pytest.approx(sum(means[name] for name in CAUSES) / 1e3, rel=1e-3)
-    assert (found["step",], found["steps",], found["world_size",], found["starts",]) == (24, 24, 2, 1)
+    assert (found["step",], found["steps",], found["world_size",], found["starts",]) == (16, 16, 2, 1)
     assert (found["finished",], written["finished",]) == (0, 1)
 
 
