@@ -298,6 +298,7 @@ def visible_tiles(layout: JaggedLayout, shape: Shape) -> tuple[int, int]:
 
 
 def nonempty_tiles(seen: torch.Tensor, height: int, width: int) -> int:
+    """Count the tiles that hold at least one visible pair."""
     words = seen.view(torch.int64) != 0  # eight keys each
     return int(words.unflatten(0, (-1, height)).unflatten(2, (-1, width // 8)).any(3).any(1).sum())
 

@@ -65,6 +65,7 @@ POLICIES = {
 }
 
 
+# The policies that give slots back; with and without admission.
 IN_GATE = {("ttl", 1), ("lfu", 2)}
 
 

@@ -13,21 +13,22 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from freescale.config import FeatureConfig, RunConfig, save
+from freescale.config import FeatureConfig, RunConfig
 from freescale.data.dataset import Dataset
 from freescale.embedding.zero_collision_ids import Assignment, DynamicIds
 from freescale.train.build import build
 from freescale.train.slot_summary import summarize_tables
 from freescale.train.trained_model import load_config, load_trained_model
-from tests.exact.test_resume import pieces, train
+from tests.exact.test_resume import finished_run, pieces, train
 from tests.support.datasets import lists, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, joined, same, small, whole
 
-ITEMS = 40
+ITEMS, USERS = 40, 96
+STEPS = 16  # of two epochs with 12 users per batch
 
 
-def write_drifting(path: Path, users: int = 96) -> Path:
+def write_drifting(path: Path, users: int = USERS) -> Path:
     """Write a log in whose order ids of artists come and go: more ids than slots, some in every step."""
     rng = np.random.default_rng(0)
     lengths = rng.choice([1, 2, 3, 5, 8, 20], users).tolist()
@@ -67,10 +68,8 @@ def dynamic(path: Path, *, eviction: str = "lru", admit_after: int = 1, **change
 @pytest.fixture(scope="module")
 def finished(groups: dict[int, Ranks], drifting: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
     """A run on two ranks, and what they hold."""
-    run, config = tmp_path_factory.mktemp("finished"), dynamic(drifting, train={"log_every": 4})
-    arrays = pieces([groups[2]], config, run, [])
-    save(config, run / "config.toml")
-    return run, arrays
+    run = tmp_path_factory.mktemp("finished")
+    return run, finished_run(groups[2], dynamic(drifting, train={"log_every": 4}), run)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_slots_and_rows_do_not_depend_on_the_world_size_and_the_schedule(
     alone = pieces([groups[1]], serial, tmp_path / "serial", [])
     used = alone["artist.ids"] != -1
     assert used.sum() > 100
-    assert (alone["artist.last_step"][used].max() == 15) == (alone["artist.count"][used].max() > 1)
+    assert (alone["artist.last_step"][used].max() == STEPS - 1) == (alone["artist.count"][used].max() > 1)
     for count in (1, 2, 4) if whole_form else (2,):
         other = pieces([groups[count]], config, tmp_path / f"{count}", [])
         assert same(slots(alone), slots(other)), count
@@ -104,11 +103,11 @@ def test_tables_are_described_and_their_changes_are_counted(finished: tuple[Path
     used = ids != -1
     summary = summarize_tables(run)
     table = summary["tables"]["artist"]
-    assert (summary["step"], table["ids"], table["load"]) == (16, used.sum(), used.sum() / 128)
+    assert (summary["step"], table["ids"], table["load"]) == (STEPS, used.sum(), used.sum() / 128)
     (hottest, count), *_ = table["hottest"]
     assert arrays["artist.count"][ids == hottest] == count == arrays["artist.count"][used].max()
     coldest, age = table["coldest"][0]
-    assert arrays["artist.last_step"][ids == coldest] == 15 - age == arrays["artist.last_step"][used].min()
+    assert arrays["artist.last_step"][ids == coldest] == STEPS - 1 - age == arrays["artist.last_step"][used].min()
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     changes = {
         name: sum(entry[f"ids/artist/{name}"] for entry in entries if entry["kind"] == "train")

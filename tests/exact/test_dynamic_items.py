@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from freescale.config import FeatureConfig, RunConfig, save
+from freescale.config import FeatureConfig, RunConfig
 from freescale.data.loader import Loader
 from freescale.data.vocabulary import FIRST_SLOT
 from freescale.embedding.ids import deduplicate
@@ -20,12 +20,13 @@ from freescale.embedding.tables import Table
 from freescale.embedding.zero_collision_layout import EMPTY, BucketLayout
 from freescale.train.evaluation import build_evaluation
 from freescale.train.trained_model import load_config, load_trained_model
-from tests.exact.test_resume import pieces
+from tests.exact.test_dynamic_ids import USERS
+from tests.exact.test_resume import finished_run, pieces
 from tests.support.datasets import lists, write_dataset
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, joined, same, small
 
-SLOTS, USERS = 128, 96
+SLOTS = 128
 
 
 def write_catalogue(path: Path) -> Path:
@@ -61,10 +62,8 @@ def finished(
     groups: dict[int, Ranks], catalogue: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Arrays]:
     """A run on two ranks, and what they hold."""
-    run, config = tmp_path_factory.mktemp("finished"), dynamic_items(catalogue)
-    arrays = pieces([groups[2]], config, run, [])
-    save(config, run / "config.toml")
-    return run, arrays
+    run = tmp_path_factory.mktemp("finished")
+    return run, finished_run(groups[2], dynamic_items(catalogue), run)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +126,7 @@ def test_evaluation_ranks_the_items_that_have_slots_and_assigns_none(
     groups: dict[int, Ranks], catalogue: Path, tmp_path: Path
 ) -> None:
     config = dynamic_items(catalogue, data={"split": "last"})
-    arrays = pieces([groups[2]], config, tmp_path / "run", [])
-    save(config, tmp_path / "run" / "config.toml")
+    arrays = finished_run(groups[2], config, tmp_path / "run")
     of_two, of_one = (groups[count].run(evaluated, str(tmp_path / "run")) for count in (2, 1))
     metrics, alone = of_one[0]
     assert of_two[0][0] == pytest.approx(metrics)

@@ -7,7 +7,7 @@ import pytest
 
 from freescale.checkpoint import checkpoints
 from freescale.checkpoint.tensor_files import CheckpointError
-from freescale.config import RunConfig
+from freescale.config import RunConfig, save
 from freescale.train.build import build
 from tests.support.ranks import Ranks, World
 from tests.support.training import Arrays, apart, held, joined, same, small, whole
@@ -52,6 +52,13 @@ def pieces(ranks: Sequence[Ranks], config: RunConfig, folder: Path, stops: Seque
     for number, (group, end) in enumerate(zip(ranks, [*stops, 0], strict=True)):
         results = group.run(train, config, str(folder), number > 0, end)
     return whole(results)
+
+
+def finished_run(group: Ranks, config: RunConfig, folder: Path) -> Arrays:
+    """A run from its beginning to its end, in a folder that other code can load it from."""
+    arrays = pieces([group], config, folder, [])
+    save(config, folder / "config.toml")
+    return arrays
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.whole)])

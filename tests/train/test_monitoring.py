@@ -23,7 +23,7 @@ from freescale.train.build import build
 from freescale.train.metric_sinks import MonitoringOptions
 from freescale.train.metrics_logger import MetricsLogger, read_entries
 from freescale.train.prometheus import METRICS, MetricsServer, PrometheusSink, RunGauges, exposition, parse_address
-from tests.exact.test_dynamic_ids import dynamic, write_drifting
+from tests.exact.test_dynamic_ids import STEPS, dynamic, write_drifting
 from tests.support.in_process import ListHandler
 from tests.support.ranks import Ranks, World
 from tests.support.training import joined
@@ -88,7 +88,7 @@ def test_what_is_served_agrees_with_the_files_of_the_run(groups: dict[int, Ranks
     assert found["cause_seconds", "forward", "compute"] == pytest.approx(means["forward"] / 1e3, abs=1e-7)
     causes = [value for key, value in found.items() if key[0] == "cause_seconds"]
     assert sum(causes) == pytest.approx(sum(means[name] for name in CAUSES) / 1e3, rel=1e-3)
-    assert (found["step",], found["steps",], found["world_size",], found["starts",]) == (16, 16, 2, 1)
+    assert (found["step",], found["steps",], found["world_size",], found["starts",]) == (STEPS, STEPS, 2, 1)
     assert (found["finished",], written["finished",]) == (0, 1)
 
 
